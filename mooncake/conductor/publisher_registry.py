@@ -21,9 +21,12 @@ from msgspec import Meta
 from mooncake.conductor.key_translation import Fact, KeyScope, SequenceKeys, sequence_hashes
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored, PrefixWindows
 from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
+from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId
 
 DEFAULT_TENANT = "default"
+MAX_QUERY_BLOCKS = 1 << 16
+"""Blocks of one query's prompt: a million tokens in blocks of 16."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 OptionalName = Annotated[str, Meta(max_length=1024)] | None
@@ -98,14 +101,33 @@ class QueryBase(msgspec.Struct, frozen=True, kw_only=True):
 class Query(QueryBase, frozen=True, kw_only=True):
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
 
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks of the prompt."""
+        return len(self.token_ids) // self.block_size
+
+    def __post_init__(self) -> None:
+        _check_size("token_ids", self.num_blocks)
+
 
 class QueryByHash(QueryBase, frozen=True, kw_only=True):
     seq_hashes: list[int]
 
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks of the prompt."""
+        return len(self.seq_hashes)
+
     def __post_init__(self) -> None:
+        _check_size("seq_hashes", self.num_blocks)
         for at, name in enumerate(self.seq_hashes):
             if not 0 <= name < 1 << 64:
                 raise ValueError(f"`seq_hashes[{at}]` is {name}; a hash is from 0 to 2**64 - 1")
+
+
+def _check_size(field: str, num_blocks: int) -> None:
+    if num_blocks > MAX_QUERY_BLOCKS:
+        raise ValueError(f"`{field}` has {num_blocks} blocks; allowed: at most {MAX_QUERY_BLOCKS}")
 
 
 class PublisherRegistry:
@@ -150,19 +172,23 @@ class PublisherRegistry:
         elif isinstance(fact, BlocksRemoved):
             self.index.remove(fact.instance, fact.keys, fact.tier, fact.scope)
 
-    def answer(self, request: Query | QueryByHash) -> dict[str, dict[str, dict[str, Any]]]:
-        """The number of leading tokens of the prompt by tenant and instance.
+    def keys_of(self, request: Query | QueryByHash) -> list[BlockKey]:
+        """The names of the blocks that a query asks for. It depends on nothing that changes, so another
+        thread may call it."""
+        if isinstance(request, Query):
+            return sequence_hashes(request.token_ids, request.block_size, self._seed)
+        return request.seq_hashes
+
+    def answer(
+        self, request: Query | QueryByHash, keys: list[BlockKey] | None = None
+    ) -> dict[str, dict[str, dict[str, Any]]]:
+        """The number of leading tokens of the prompt by tenant and instance; ``keys``: as of ``keys_of``.
 
         ``longest_matched`` is that of its best rank; ``GPU``, ``CPU`` and ``DISK`` split it by medium, each
         block at its fastest; ``DP`` is the number of each rank. Instances without any are absent.
         """
         scope = request.scope
-        keys = (
-            sequence_hashes(request.token_ids, request.block_size, self._seed)
-            if isinstance(request, Query)
-            else request.seq_hashes
-        )
-        match = self.index.match(keys, scope.name)
+        match = self.index.match(self.keys_of(request) if keys is None else keys, scope.name)
         found: dict[str, dict[str, Any]] = {}
         for slot in match.leading.nonzero()[0].tolist():
             one = self.registered[self.index.instance_at(slot)]

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,18 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
+from mooncake.conductor import query_server
 from mooncake.conductor.event_subscriptions import EventReader
 from mooncake.conductor.key_translation import Fact, sequence_hashes
-from mooncake.conductor.query_server import PublisherSubscriptions, QueryServer, read_registrations
+from mooncake.conductor.query_server import (
+    LARGE_BLOCKS,
+    PublisherSubscriptions,
+    QueryServer,
+    read_registrations,
+)
 from mooncake.conductor.server import ConductorSettings, serve
 from mooncake.errors import InvalidArgument
+from mooncake.http import large_json
 from mooncake.http.openai import KvEventSource
 from mooncake.http.server import listen
 from mooncake.inference.kv_events import WorkerKvEventPublisher
@@ -333,7 +341,9 @@ async def test_the_existing_store_s_events(router: Router) -> None:
         ("/query", {"token_ids": [1, -1]}, "token_ids"),
         ("/query", {"token_ids": [2**32]}, "token_ids"),
         ("/query", {"tenant_id": 7}, "tenant_id"),
+        ("/query", {"token_ids": [1] * 65537, "block_size": 1}, "token_ids"),
         ("/query_by_hash", {"seq_hashes": [2**64]}, "seq_hashes"),
+        ("/query_by_hash", {"seq_hashes": [1] * 65537}, "seq_hashes"),
         ("/query_by_hash", {}, "seq_hashes"),
         ("/register", {"type": "TensorRT"}, "type"),
         ("/register", {"endpoint": "tcp://*:5557"}, "endpoint"),
@@ -359,6 +369,39 @@ async def test_bodies_that_are_not_requests(router: Router) -> None:
     assert status == 400 and "object" in answer["error"]
     status, answer = await router.post("/nowhere", {})
     assert status == 404 and "/nowhere" in answer["error"]
+
+
+@pytest.mark.parametrize("stage", ["decoded", "named"])
+async def test_a_large_query_does_not_stop_the_others(
+    router: Router, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Its decoding, or the naming of its blocks, ends only when another request was answered."""
+    registry = router.publishers.registry
+    has_begun, may_end = asyncio.Event(), Future[None]()
+    loop = asyncio.get_running_loop()
+    of, name = (large_json, "decode") if stage == "decoded" else (registry, "keys_of")
+    work = getattr(of, name)
+
+    def slow(*given: Any) -> Any:
+        loop.call_soon_threadsafe(has_begun.set)
+        may_end.result(10)
+        return work(*given)
+
+    monkeypatch.setattr(of, name, slow)
+    tokens = [70_000] * (16 * LARGE_BLOCKS if stage == "named" else large_json.LARGE_BYTES // 4)
+    asking = asyncio.ensure_future(router.query(token_ids=tokens))
+    await has_begun.wait()
+    assert json.loads(await router.get("/health"))["status"] == "ok"
+    may_end.set_result(None)
+    assert await asking == {"default": {}}
+
+
+async def test_a_query_s_size_is_bounded(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert query_server.MAX_BODY_BYTES == 16 << 20
+    monkeypatch.setattr(query_server, "MAX_BODY_BYTES", 1 << 20)
+    status, answer = await router.post("/query", b" " * ((1 << 20) + 1))
+    assert status == 413 and "bytes" in answer["error"]
+    assert await router.query(token_ids=[1] * 65536, block_size=1) == {"default": {}}
 
 
 async def test_changes_need_the_key() -> None:
