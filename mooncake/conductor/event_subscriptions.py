@@ -431,10 +431,15 @@ class EventSubscriptions:
 
     def follow(self, instance: InstanceId) -> None:
         """Follow an instance from the oldest event it can replay."""
-        self.unfollow(instance)
+        self._stop(instance)
         self._begin(instance, self._follow(instance))
 
     def unfollow(self, instance: InstanceId) -> None:
+        """Follow an instance no longer, and forget it."""
+        self._stop(instance)
+        self.identities.pop(instance, None)
+
+    def _stop(self, instance: InstanceId) -> None:
         task = self._tasks.pop(instance, None)
         if task is not None:
             task.cancel()

@@ -279,6 +279,8 @@ class ConductorService:
                 self._followers.unfollow(effect.instance)
             case StateChanged():
                 _state_changes.labels(effect.role, effect.after).inc()
+                if effect.instance not in self.core.instances:
+                    self._read.pop(effect.instance, None)
                 log.info(
                     "instance_changed",
                     instance=effect.instance,
@@ -343,7 +345,7 @@ class ConductorService:
     def _take_measured(self, instance: InstanceId, body: bytes) -> None:
         """Post what the instance has measured since the last probe; only our workers report this."""
         found = read_step_stats(body)
-        if found is not None:
+        if found is not None and instance in self.core.instances:  # it may have left meanwhile
             for event in new_samples(found, self._read.get(instance), instance):
                 self._driver.post(event)
             self._read[instance] = found

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from mooncake.conductor.messages import (
     Prefilled,
     Probed,
     Refuse,
+    RemoveInstance,
     StepMeasured,
 )
 from mooncake.conductor.server import (
@@ -66,6 +68,7 @@ class Worker:
     """The part of a worker that a conductor uses."""
 
     ready_status: int = 200
+    ready_body: bytes = b""
     block_size: int = 16
     metrics: bytes | None = None
     publisher: WorkerKvEventPublisher = field(default_factory=WorkerKvEventPublisher)
@@ -91,7 +94,7 @@ class Worker:
         await self._runner.cleanup()
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=self.ready_status)
+        return web.Response(status=self.ready_status, body=self.ready_body)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -449,6 +452,17 @@ def test_a_restarted_worker_counts_from_the_start() -> None:
     assert list(new_samples(restarted, StepStats(50, [(0, 1, 0.1)], 9, []), "p")) == [
         ChunkMeasured("p", 0, 7, 0.1)
     ]
+
+
+async def test_nothing_is_kept_of_an_instance_that_left(service: ConductorService, worker: Worker) -> None:
+    worker.ready_body = BODY
+    service.post(AddInstance(worker.address, WorkerRole.DECODE))
+    kept: list[dict[str, Any]] = [service._read, service._followers.identities]
+    await until(lambda: all(worker.address in one for one in kept))
+    service.post(RemoveInstance(worker.address))
+    assert not any(kept)
+    service._take_measured(worker.address, BODY)  # the answer to a probe that was in flight
+    assert not any(kept)
 
 
 def test_other_servers_measure_nothing() -> None:
