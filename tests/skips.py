@@ -51,6 +51,11 @@ ALLOWED = (
         unless="MOONCAKE_NVMEOF_TARGET",
     ),
     Allowed(
+        r"native/test_native\.py",
+        r"scripts/sanitize has run these tests",
+        "a step of .ci/run before this one has run them, under sanitizers",
+    ),
+    Allowed(
         r"contract/test_transports\.py",
         r"cuda runs over a test double of its driver only",
         "there is no GPU; scripts/test-cuda runs the contract on one",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ TESTS = ("test_pieces", "test_native", "test_media")
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not on the path")
+@pytest.mark.skipif("MOONCAKE_NATIVE_TESTED" in os.environ, reason="scripts/sanitize has run these tests")
 def test_native() -> None:
     folder = ROOT / "build" / "native-tests"  # kept, so that only what changed is compiled again
     for step in (
