@@ -371,12 +371,12 @@ TENANTS = WorkloadMix(quota=2.0, tenants=("shop", "bank"))
 BUGS = (
     Bug(loses_count_of_what_a_tenant_uses, Invariant.CORE),
     Bug(accepts_any_bytes, Invariant.VALUE, ClusterFaults(corruption_every_s=0.5)),
-    Bug(forgets_what_was_removed, Invariant.VALUE, SUCCESSION),
+    Bug(forgets_what_was_removed, Invariant.VALUE, SUCCESSION, begin=67),
     Bug(answers_removed_and_keeps_it, Invariant.PHANTOM, ClusterFaults()),
     Bug(answers_replaced_and_keeps_the_old_one, Invariant.STALE, ClusterFaults()),
     Bug(reuses_space_at_once, Invariant.LEASE, begin=4),
     Bug(forgets_the_last_master, Invariant.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
-    Bug(logs_no_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=20),
+    Bug(logs_no_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=58),
     Bug(
         lets_nodes_write_late,
         Invariant.SPACE,
