@@ -281,7 +281,7 @@ BEGIN: dict[Bug, int] = {waits_for_no_standby: 59, forgets_lists_that_may_be_in_
 
 
 def first_seed(bug: Bug, patch: pytest.MonkeyPatch, num_seeds: int = 100) -> tuple[int, str] | None:
-    """The first of ``num_seeds`` seeds that finds it by one of its rules, and the violation; None: none does."""
+    """The first of ``num_seeds`` that finds it by one of its rules, and the violation; None if none does."""
     import re
 
     bug(patch)
