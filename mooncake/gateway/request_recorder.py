@@ -218,6 +218,7 @@ class RequestRecorder:
         self._file: RecordingFile | None = None
         self._is_broken = False
         self._writing: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         if limits.folder:
             aes_ids()  # refuses now what could not be written later
 
@@ -236,9 +237,10 @@ class RequestRecorder:
 
     async def close(self) -> None:
         """Write what is pending and end the file."""
+        self._closing.set()
         if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+            # Not cancelled: its thread would write on, beside the last write and after the file is closed.
+            await self._writing
             self._writing = None
         await self._flush()
         if self._file is not None:
@@ -345,8 +347,9 @@ class RequestRecorder:
             self._num_blocks -= len(self._recent.popleft().keys)
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_INTERVAL_S)
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), FLUSH_INTERVAL_S)
             await self._flush()
 
     async def _flush(self) -> None:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import stat
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -143,7 +146,7 @@ async def test_a_refused_request_is_recorded_with_the_reason(
 async def test_a_full_file_is_followed_by_another_and_the_oldest_are_deleted(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_recorder, "FLUSH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(request_recorder, "FLUSH_INTERVAL_S", 3600.0)
     monkeypatch.setattr(RecordingFile, "is_full", lambda file, now: True)
     async with running(tokenizer, record_folder=str(tmp_path), record_keep_size=1 << 16) as stack:
         for number in range(3):
@@ -154,6 +157,31 @@ async def test_a_full_file_is_followed_by_another_and_the_oldest_are_deleted(
         await complete(stack, PROMPT)
         await stack.gateway.recorder._flush()
         assert len(files(tmp_path)) == 3  # the first one was too old
+
+
+async def test_a_gateway_that_closes_waits_for_the_write_that_has_begun(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_recorder, "FLUSH_INTERVAL_S", 0.01)
+    begun, write, num_writing = threading.Event(), RecordingFile.write, 0
+
+    def slow(file: RecordingFile, content: bytes) -> None:
+        nonlocal num_writing
+        num_writing += 1
+        assert num_writing == 1, "two threads write one file"
+        begun.set()
+        time.sleep(0.2)
+        write(file, content)
+        num_writing -= 1
+
+    monkeypatch.setattr(RecordingFile, "write", slow)
+    async with running(tokenizer, record_folder=str(tmp_path)) as stack:
+        await complete(stack, PROMPT)
+        await asyncio.to_thread(begun.wait, 30)
+        await complete(stack, [*PROMPT, 50])
+    assert num_writing == 0
+    _, rows = read(tmp_path)
+    assert [row.input_length for row in rows] == [12, 13]
 
 
 async def test_a_disk_that_fails_costs_rows_and_no_request(
