@@ -25,7 +25,6 @@ from mooncake.cli.role_command import Invocation
 from mooncake.config import Secret
 from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
 from mooncake.security import process_identity
-from mooncake.security.tls_contexts import client_context
 
 COMMANDS = "/reset clears the conversation, /quit exits"
 
@@ -281,7 +280,7 @@ def chat(given: Invocation) -> None:
     assert isinstance(settings, ChatSettings)
     identity = process_identity()
     # As in curl: the gateway is named by its address, and any cluster member has a certificate.
-    tls = client_context(identity.settings, check_host=True) if identity.has_tls else None
+    tls = identity.https_tls()
     server = ChatServer(settings, tls=tls)
     model = settings.model or server.first_model()
     is_person = sys.stdin.isatty()

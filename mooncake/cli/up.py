@@ -612,8 +612,8 @@ name, device = sys.argv[1:]
 try:
     kind, _, number = device.partition(":")
     if kind == "cuda" and (not number or number.isdecimal()):
-        from mooncake.inference.worker import _check_device
-        _check_device(device)
+        from mooncake.inference.worker import check_device
+        check_device(device)
     from mooncake.inference.gguf import resolve_model
     print(resolve_model(name))
 except MooncakeError as error:

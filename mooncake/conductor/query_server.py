@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,9 +46,6 @@ MAX_BODY_BYTES = 16 << 20
 
 LARGE_BLOCKS = 2048
 """Blocks of a prompt from which they are named beside the event loop; it takes about 2 µs a block."""
-
-_large = ThreadPoolExecutor(1, "conductor-queries")
-"""Decodes and names large queries, one at a time: the event loop has requests to place meanwhile."""
 
 _queries = Counter(
     "mooncake_conductor_queries",
@@ -234,8 +231,7 @@ async def _match(registry: PublisherRegistry, request: Query | QueryByHash) -> d
     """The answer to a query; only the index is read on the event loop if the query is large."""
     if request.num_blocks < LARGE_BLOCKS:
         return registry.answer(request)
-    keys = await asyncio.get_running_loop().run_in_executor(_large, registry.keys_of, request)
-    return registry.answer(request, keys)
+    return registry.answer(request, await large_json.beside(registry.keys_of, request))
 
 
 async def _body(http: Request, shape: type[BodyT], **aliases: str) -> BodyT:
@@ -246,17 +242,14 @@ async def _body(http: Request, shape: type[BodyT], **aliases: str) -> BodyT:
     except server.BodyBudgetExceeded as error:
         raise _Invalid(503, str(error)) from error
     try:
-        if len(text) < large_json.LARGE_BYTES:
-            return _decoded(text, shape, aliases)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_large, _decoded, text, shape, aliases)
+        return await large_json.decoded(text, partial(_decoded, shape, aliases))
     except msgspec.ValidationError as error:
         raise _Invalid(400, str(error)) from error
     except msgspec.DecodeError as error:
         raise _Invalid(400, f"the body is not JSON: {error}") from error
 
 
-def _decoded(text: bytes, shape: type[BodyT], aliases: Mapping[str, str]) -> BodyT:
+def _decoded(shape: type[BodyT], aliases: Mapping[str, str], text: bytes) -> BodyT:
     """A body as ``shape``; ``aliases``: other names of its fields. Raises msgspec.DecodeError."""
     if len(text) < large_json.LARGE_BYTES and not aliases:
         return large_json.decode_as(text, shape)

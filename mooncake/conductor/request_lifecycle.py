@@ -2,8 +2,8 @@
 """What the conductor remembers of a request: its placement, its admission, and the reasons of the choice.
 
 Connects admission and explanations to the conductor's events, and owns nothing but this connection and the
-form of a placement. With
-admission "none" and no memory for explanations it costs one comparison, as the simulator needs.
+form of a placement. With admission "none" and no memory for explanations it costs one comparison, as the
+simulator needs.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake import clock
-from mooncake.connectors.digests import file_digest
+from mooncake.connectors.digests import file_digest, file_state
 from mooncake.errors import InvalidArgument, ModelError
 from mooncake.log import get_logger
 
@@ -301,7 +301,7 @@ class Adapters:
         own = f"{adapter.lora_path} of engine {self._engine_id}"
         try:
             files = sorted(folder.iterdir()) if folder.is_dir() else []
-            state = (str(folder), *((path.name, *_state(path)) for path in files))
+            state = (str(folder), *((path.name, *file_state(path.stat())) for path in files))
         except OSError:  # such as a link to nowhere, or a file that is removed now
             return hashlib.sha256(own.encode()).digest()
         if state not in self._known:
@@ -383,11 +383,6 @@ def processor_digest(model: str, revision: str | None = None, cache_dir: str | N
     except (OSError, ValueError, ImportError):
         return "none"
     return total.hexdigest()
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _stable(value: Any) -> Any:

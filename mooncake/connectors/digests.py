@@ -67,9 +67,13 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> str:
     return digest
 
 
+def file_state(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    """What differs after a file was changed or replaced: device, inode, size and both times in ns."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def _state(path: Path, status: os.stat_result) -> tuple[object, ...]:
-    times = (status.st_mtime_ns, status.st_ctime_ns)
-    return (str(path.resolve()), status.st_dev, status.st_ino, status.st_size, *times)
+    return str(path.resolve()), *file_state(status)
 
 
 def _computed(descriptor: int, size_bytes: int) -> str:

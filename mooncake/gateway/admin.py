@@ -37,7 +37,7 @@ from mooncake.gateway.limiter import Permit
 from mooncake.gateway.moves import MovedChoice, MovedPrompt
 from mooncake.gateway.own_workers import prompt_to_move
 from mooncake.gateway.request_ids import RequestIds
-from mooncake.gateway.request_parsing import decoded, names_of, read_body
+from mooncake.gateway.request_parsing import names_of, read_body
 from mooncake.http import large_json
 from mooncake.http.openai import (
     STREAM_END,
@@ -177,7 +177,7 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
         """Move a prompt's KV, or an answer in progress with its KV, to an instance; needs the admin key."""
         _check_key(gateway, http, is_inside=False)
         content = await read_body(http, gateway.settings.max_body_bytes)
-        body = await decoded(content, partial(_read, MoveBody))
+        body = await large_json.decoded(content, partial(_read, MoveBody))
         body.to = _address("to", body.to)
         return await _move(gateway, http, body, content)
 
@@ -344,9 +344,9 @@ async def _move(gateway: Gateway, http: Request, body: MoveBody, content: bytes)
         raise model_not_found(body.model, gateway.settings.model_name)
     request: AnyRequest | None = None
     if is_chat:
-        request = await decoded(content, partial(parse_request, ChatCompletionRequest))
+        request = await large_json.decoded(content, partial(parse_request, ChatCompletionRequest))
     elif is_prompt:
-        request = await decoded(content, partial(parse_request, CompletionRequest))
+        request = await large_json.decoded(content, partial(parse_request, CompletionRequest))
     if await gateway.fronts_engines():
         message = "KV is moved between mooncake workers only, and other engines are behind this gateway"
         raise ApiError(404, message, code="endpoint_not_served")

@@ -63,7 +63,6 @@ from mooncake.gateway.request_parsing import (
     RANK_HEADER,
     SESSION_HEADERS,
     affinity_of,
-    decoded,
     names_of,
     priority_of,
     rank_of,
@@ -74,6 +73,7 @@ from mooncake.gateway.request_parsing import (
 )
 from mooncake.gateway.retries import MAX_FAILURES, Attempts, PlacedRequest, Route
 from mooncake.gateway.worker_client import DONE, WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
+from mooncake.http import large_json
 from mooncake.http.latency import itl_seconds, ttft_seconds
 from mooncake.http.openai import WEIGHTS_REPLACED, ApiError, Usage, model_not_found
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect, data_of, name_of
@@ -89,7 +89,7 @@ _FORWARDED_HEADERS = ("traceparent", "tracestate", "authorization")
 
 async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, content: bytes) -> Response:
     """Answer a request, whole or streamed. Raises ApiError."""
-    request = await decoded(content, partial(read_request, api))
+    request = await large_json.decoded(content, partial(read_request, api))
     request = without_transfers(request, gateway.settings.trust_clients)
     slo = slo_of(http)
     num_answers = 1 if api.has_named_events else num_answers_of(request)
@@ -121,7 +121,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, cont
 
 async def serve_call(gateway: Gateway, http: Request, path: str, content: bytes) -> Response:
     """Answer a request that generates nothing, by any ready engine. Raises ApiError."""
-    request = await decoded(content, read_object)
+    request = await large_json.decoded(content, read_object)
     request = without_transfers(request, gateway.settings.trust_clients)
     client: Client | None = http.state.client
     permit = Permit(gateway.limiter, client, 1, clock.monotonic())

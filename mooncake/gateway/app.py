@@ -31,8 +31,9 @@ from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
 from mooncake.gateway.own_workers import serve_own_workers
 from mooncake.gateway.prompt_hygiene import cleaned
-from mooncake.gateway.request_parsing import decoded, names_of, read_body, request_id_of
+from mooncake.gateway.request_parsing import names_of, read_body, request_id_of
 from mooncake.gateway.traces import add_trace_routes, add_tracing
+from mooncake.http import large_json
 from mooncake.http.openai import (
     AnyRequest,
     ApiError,
@@ -398,7 +399,7 @@ async def _dispatch(
         api = CHAT if _endpoint(http) == CHAT.path else COMPLETIONS
         response = await serve_any_engine(gateway, http, api, content)
     else:
-        response = await serve_own_workers(gateway, http, await decoded(content, parse))
+        response = await serve_own_workers(gateway, http, await large_json.decoded(content, parse))
     _requests.labels(_endpoint(http), 200).inc()
     return response
 

@@ -45,11 +45,11 @@ from mooncake.gateway.request_parsing import (
     LAST_SESSION_HEADER,
     RANK_HEADER,
     SESSION_HEADERS,
-    decoded,
     names_of,
     slo_of,
 )
 from mooncake.gateway.retries import PlacedRequest, Route, as_error
+from mooncake.http import large_json
 from mooncake.http.latency import ttft_seconds
 from mooncake.http.openai import ApiError, PromptTokensDetails, Usage
 from mooncake.log import get_logger
@@ -167,7 +167,7 @@ class EndpointPicker:
         self, http: Request, api: EngineApi, head: RequestHeaders, body: bytes
     ) -> tuple[Picked, PickedRequest]:
         gateway = self._gateway
-        given = await decoded(body, partial(read_request, api))
+        given = await large_json.decoded(body, partial(read_request, api))
         client: Client | None = http.state.client
         request = dict(without_transfers(given, gateway.settings.trust_clients))
         if client is not None:
@@ -215,7 +215,7 @@ class EndpointPicker:
         if http.method != "POST":
             return await self._unplaced(http, head, None), None
         gateway = self._gateway
-        given = await decoded(body, read_object)
+        given = await large_json.decoded(body, read_object)
         request = without_transfers(given, gateway.settings.trust_clients)
         client: Client | None = http.state.client
         account = PickedCall(path, Permit(gateway.limiter, client, 1, clock.monotonic()), client)

@@ -17,7 +17,6 @@ from prometheus_client import Counter
 
 from mooncake import metrics
 from mooncake.forensics.hygiene import HygieneRule, apply_rules
-from mooncake.gateway.request_parsing import decoded
 from mooncake.http import large_json
 from mooncake.log import get_logger
 
@@ -35,7 +34,7 @@ async def cleaned(rules: Sequence[HygieneRule], http: Request, content: bytes) -
     """The body of a request after the rules, which are noted in its state; an unreadable one as it is."""
     if not rules:
         return content
-    return await decoded(content, partial(_cleaned, rules, http))
+    return await large_json.decoded(content, partial(_cleaned, rules, http))
 
 
 def _cleaned(rules: Sequence[HygieneRule], http: Request, content: bytes) -> bytes:

@@ -11,9 +11,8 @@ import hashlib
 import math
 import re
 import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -42,9 +41,6 @@ CUT_TOKENS = 8
 LONG_TOKEN_CHARS = 8
 """Texts that fit only with longer tokens than this on average are counted before they are tokenized."""
 
-_large = ThreadPoolExecutor(1, "large-requests")
-"""Thread that decodes large bodies and tokenizes long texts, one at a time to leave other cores free."""
-
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
 MAX_RANK = 9999
@@ -70,8 +66,6 @@ LAST_SESSION_HEADER = "X-Correlation-ID"
 """Read after all other names: some programs make a new one for each request."""
 
 MAX_SESSION_CHARS = 256
-
-ResultT = TypeVar("ResultT")
 
 
 async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len: int) -> list[list[int]]:
@@ -102,7 +96,7 @@ async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_le
         elif num_chars < LARGE_CHARS:
             prompts = await asyncio.to_thread(in_thread)
         else:
-            prompts = await asyncio.get_running_loop().run_in_executor(_large, in_thread)
+            prompts = await large_json.beside(in_thread)
     except InvalidArgument as error:
         wrong = error.field if error.field == "chat_template_kwargs" else param
         raise ApiError(400, str(error), param=wrong, code="invalid_value") from error
@@ -266,10 +260,3 @@ async def read_body(http: Request, most_bytes: int) -> bytes:
         raise ApiError(499, "the client disconnected", code="client_closed_request") from error
     except server.BodyBudgetExceeded as error:
         raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
-
-
-async def decoded(content: bytes, decode: Callable[[bytes], ResultT]) -> ResultT:
-    """``decode(content)``, beside the event loop when ``content`` is large. Raises what it raises."""
-    if len(content) <= large_json.LARGE_BYTES:
-        return decode(content)
-    return await asyncio.get_running_loop().run_in_executor(_large, decode, content)

@@ -10,8 +10,11 @@ with values inside values too deep to be walked by recursion.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any, TypeVar
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import msgspec
 
@@ -24,9 +27,24 @@ MAX_NESTING = 200
 _TRIES = 16
 
 ShapeT = TypeVar("ShapeT")
+ResultT = TypeVar("ResultT")
+Arguments = TypeVarTuple("Arguments")
+
+_large = ThreadPoolExecutor(1, "large-requests")
+"""Thread for what takes long of large requests, one at a time to leave other cores free."""
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode = msgspec.json.decode
+
+
+async def beside(call: Callable[[Unpack[Arguments]], ResultT], *args: *Arguments) -> ResultT:
+    """``call(...)`` beside the event loop. Raises what it raises."""
+    return await asyncio.get_running_loop().run_in_executor(_large, call, *args)
+
+
+async def decoded(content: bytes, decode: Callable[[bytes], ResultT]) -> ResultT:
+    """``decode(content)``, beside the event loop when ``content`` is large. Raises what it raises."""
+    return decode(content) if len(content) <= LARGE_BYTES else await beside(decode, content)
 
 
 def decode(content: bytes) -> Any:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mooncake import clock
-from mooncake.connectors.digests import SETTLED_S, file_digest
+from mooncake.connectors.digests import SETTLED_S, file_digest, file_state
 from mooncake.errors import ModelError
 from mooncake.inference.model import Decoder, ModelConfig, Rope
 
@@ -71,7 +71,7 @@ def load_with_digest(
     before = _file_states(folder)
     digest = weights_digest(folder, cache_dir)
     # Files that were written just now may change again without a change of their times: read once more then.
-    newest_ns = max((max(times_ns) for *_, times_ns in before.values()), default=0)
+    newest_ns = max((max(times_ns) for _, _, _, *times_ns in before.values()), default=0)
     is_settled = clock.wall() - newest_ns / 1e9 > SETTLED_S
     model = load_model(folder, dtype, device, layers)
     is_same = _file_states(folder) == before and (is_settled or weights_digest(folder, cache_dir) == digest)
@@ -225,9 +225,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor = cast(Tensor, self._files[name].get_tensor(name))
         if name == "model.embed_tokens.weight" and self._device.type == "cpu":
-            return (
-                tensor.clone()
-            )  # in the file's dtype, which is often half as large; rows used are converted
+            return tensor.clone()  # in the file's dtype, often half as large; the rows used are converted
         return tensor.to(self._device, self._dtype, copy=True)
 
     def __iter__(self) -> Iterator[str]:
@@ -264,15 +262,13 @@ def weights_digest(folder: Path, cache_dir: Path | None = None) -> str:
     return hashlib.sha256(repr((contents, config)).encode()).hexdigest()
 
 
-def _file_states(folder: Path) -> dict[Path, tuple[int, int, int, tuple[int, int]]]:
-    """Device, inode, size and times of the files that a model is loaded from. Raises ModelError."""
+def _file_states(folder: Path) -> dict[Path, tuple[int, int, int, int, int]]:
+    """States (``file_state``) of the files that a model is loaded from. Raises ModelError."""
     names = ("config.json", "generation_config.json", "model.safetensors.index.json")
     states = {}
     for path in [*tensor_files(folder), *(folder / name for name in names)]:
         with contextlib.suppress(OSError):  # one that is not there has no state, and later maybe one
-            found = path.stat()
-            times_ns = (found.st_ctime_ns, found.st_mtime_ns)
-            states[path] = (found.st_dev, found.st_ino, found.st_size, times_ns)
+            states[path] = file_state(path.stat())
     return states
 
 

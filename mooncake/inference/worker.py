@@ -326,7 +326,7 @@ def _settle(future: asyncio.Future[MooncakeError], error: MooncakeError) -> None
         future.set_result(error)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     """Raises InvalidArgument for a GPU that is not there, of which torch would say so in its own way."""
     kind, _, number = device.partition(":")
     num_gpus = torch.cuda.device_count() if kind == "cuda" and torch.cuda.is_available() else 0
@@ -341,7 +341,7 @@ def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, 
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    _check_device(settings.device)
+    check_device(settings.device)
     folder = resolve_model(settings.model)
     layers = layer_ranges(read_config(folder).num_layers, num_stages, settings.pipeline_layers)[stage]
     model, digest = load_with_digest(folder, settings.torch_dtype, settings.torch_device, layers)

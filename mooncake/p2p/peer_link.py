@@ -27,7 +27,6 @@ from mooncake.p2p.swarm_peers import SwarmPeers
 from mooncake.rpc import AsyncClient
 from mooncake.rpc.wire import Message
 from mooncake.security import NODES, Identity
-from mooncake.security.tls_contexts import client_context
 from mooncake.transfer import Op, RemoteSegment, Status, TransferEngine
 from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.transfer.metadata import make_backend
@@ -192,8 +191,7 @@ class PeerDirectory:
     def __init__(self, url: str, cluster: str, identity: Identity, peers: SwarmPeers) -> None:
         self._prefix = f"mooncake/{cluster}/p2p/" if cluster else "mooncake/p2p/"
         self._peers = peers
-        tls = client_context(identity.settings, check_host=True) if identity.has_tls else None
-        self._backend = make_backend(url, tls=tls, signer=identity.signer())
+        self._backend = make_backend(url, tls=identity.https_tls(), signer=identity.signer())
 
     async def publish(self) -> None:
         """Name this peer to the others, and learn their addresses, until cancelled."""

@@ -121,6 +121,10 @@ class Identity:
             return None
         return client_context(self.settings, check_host=self.settings.tls_check_host)
 
+    def https_tls(self) -> ssl.SSLContext | None:
+        """Make the context of HTTPS requests, whose servers show a certificate of the name in the URL."""
+        return client_context(self.settings, check_host=True) if self.has_tls else None
+
     @functools.cached_property
     def certificate_digest(self) -> bytes:
         """SHA-256 of the certificate that this process shows; empty without TLS."""

@@ -22,7 +22,6 @@ from mooncake.errors import InvalidArgument, OutOfMemory, Unavailable
 from mooncake.log import get_logger
 from mooncake.security import EVERYBODY, Identity, process_identity
 from mooncake.security.principal import Level
-from mooncake.security.tls_contexts import client_context
 from mooncake.transfer.completion_queue import AsyncCompletionQueue
 from mooncake.transfer.descriptor import RegionInfo, SegmentDescriptor
 from mooncake.transfer.handshake import HandshakeClient, Listener, Notification, NotificationInbox, ProbeReply
@@ -144,7 +143,7 @@ class TransferEngine(TransferMethods):
             backend = make_backend(
                 settings.metadata,
                 timeout_s=settings.metadata_timeout_s,
-                tls=client_context(identity.settings, check_host=True) if identity.has_tls else None,
+                tls=identity.https_tls(),
                 signer=identity.signer(),
             )
         asks_peers = isinstance(backend, PeerBackend)

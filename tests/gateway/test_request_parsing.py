@@ -23,7 +23,6 @@ from mooncake.gateway.request_parsing import (
     SESSION_HEADERS,
     SLO_HEADERS,
     affinity_of,
-    decoded,
     session_of,
     slo_of,
 )
@@ -109,13 +108,6 @@ async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_need
     status, answer, _ = await stack.post(TEXT, {"prompt": "w20 " * 3000})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert seen == [400], "one piece has as many tokens as fit"
-
-
-async def test_a_large_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_json, "LARGE_BYTES", 10)
-    here = threading.get_ident()
-    assert await decoded(b"short", lambda content: threading.get_ident()) == here
-    assert await decoded(b"longer than ten", lambda content: threading.get_ident()) != here
 
 
 @pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 10**18])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import msgspec
@@ -97,3 +98,10 @@ def test_strings_that_are_not_utf_8_are_no_json(value: bytes, pad: int) -> None:
 def test_what_is_not_of_the_shape_is_one_kind_of_error(content: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         large_json.decode_as(content, dict[str, str])
+
+
+async def test_a_large_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_json, "LARGE_BYTES", 10)
+    here = threading.get_ident()
+    assert await large_json.decoded(b"short", lambda content: threading.get_ident()) == here
+    assert await large_json.decoded(b"longer than ten", lambda content: threading.get_ident()) != here

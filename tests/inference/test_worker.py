@@ -15,7 +15,7 @@ from mooncake.inference import weights
 from mooncake.inference.model import Decoder
 from mooncake.inference.weight_versions import WeightVersions
 from mooncake.inference.weights import weights_digest
-from mooncake.inference.worker import WorkerSettings, _check_device, running
+from mooncake.inference.worker import WorkerSettings, check_device, running
 from tests.inference.conftest import Reference
 from tests.inference.test_api import make_tokenizer
 from tests.inference.test_weights import other_tensors, replace
@@ -46,10 +46,10 @@ def test_a_device_that_is_none_is_refused(device: str) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_the_model_is_loaded() -> None:
-    _check_device("cpu")
-    _check_device("auto")
+    check_device("cpu")
+    check_device("auto")
     with pytest.raises(InvalidArgument, match=r"device is 'cuda:999'.*torch finds \d+ GPUs here"):
-        _check_device("cuda:999")
+        check_device("cuda:999")
 
 
 async def test_a_folder_that_a_trainer_saves_into_meanwhile_is_not_loaded(

@@ -484,8 +484,7 @@ class SimReplicaCopy:
 
             def flushed() -> None:
                 disk.flushed(begun)
-                held = disk.index.entries.get(entry.object_id)
-                if held is None or held.offset != entry.offset:
+                if not disk.index.has(entry):
                     self._end(Refusal("expired", "it was removed or copied elsewhere meanwhile"))
                     return
                 disk.mark_flushed([entry.object_id])

@@ -317,6 +317,11 @@ def scoped_all(tenant: str, keys: list[ObjectKey]) -> list[ObjectKey]:
     return [f"{tenant}\0{key}" if key else "" for key in keys]
 
 
+def scoped_key(tenant: str, key: ObjectKey) -> ObjectKey:
+    """``scoped_all`` for one key."""
+    return scoped_all(tenant, [key])[0]
+
+
 def is_name(name: str) -> bool:
     """Whether a key, group or tenant may have this name; "" is for the caller to judge."""
     return "\0" not in name and (4 * len(name) <= MAX_KEY_BYTES or len(name.encode()) <= MAX_KEY_BYTES)

@@ -39,6 +39,7 @@ from mooncake.store.master.objects import (
     replica_of,
     scoped,
     scoped_all,
+    scoped_key,
 )
 from mooncake.store.master.placement import FreeSpace, SegmentPlacement, has_ssd
 from mooncake.store.master.put_queue import DurablePuts, PutQueue
@@ -188,7 +189,7 @@ class PutRequests:
             if refusal.code == "being_written":
                 continue  # its writer asks again, possibly often
             self._catalog.counts.refused_puts += 1
-            (key,) = scoped_all(message.tenant, [message.keys[index]])
+            key = scoped_key(message.tenant, message.keys[index])
             self._catalog.add_story(now, key, "put refused: {}", refusal)
         preallocated = None
         if message.num_pieces and placement is not None:
@@ -527,7 +528,7 @@ class PreallocatedPuts:
             outcomes.append(outcome)
             if isinstance(outcome, Refusal):
                 self._catalog.counts.refused_puts += outcome.code not in m.PUT_AGAIN
-                (key,) = scoped_all(message.tenant, [message.keys[index]])
+                key = scoped_key(message.tenant, message.keys[index])
                 self._catalog.add_story(now, key, "put into preallocated space refused: {}", outcome)
         if isinstance(account, Refusal):
             return m.PutsWritten(outcomes)
@@ -550,7 +551,7 @@ class PreallocatedPuts:
         """The outcome for a durable object; ``waiting`` gets what is under the key if that is being copied to
         SSD. A writer whose piece is of another master may have put it under that one, and finds it on SSD
         then."""
-        (key,) = scoped_all(message.tenant, [message.keys[index]])
+        key = scoped_key(message.tenant, message.keys[index])
         stored = self._catalog.objects.readable.get(key)
         is_final = isinstance(outcome, Refusal) and outcome.code != "expired"
         if not is_final and stored is not None and self._put_requests.durable.is_awaited(stored):

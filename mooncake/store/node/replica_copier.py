@@ -406,8 +406,7 @@ def _settle(
     lost: list[int] = []
     for load in loads:
         entry = load.task.entry
-        held = disk.index.entries.get(entry.object_id)
-        if held is not None and held.offset == entry.offset:
+        if disk.index.has(entry):
             (flushed if load.place in kept else lost).append(entry.object_id)
         elif load.place in kept:
             reason = f"{entry.key!r} was removed or copied elsewhere in the segment meanwhile"

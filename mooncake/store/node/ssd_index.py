@@ -83,6 +83,11 @@ class SsdIndex:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def has(self, entry: SegmentEntry) -> bool:
+        """Whether its object is where ``entry`` says: it may have been removed, or copied elsewhere since."""
+        held = self.entries.get(entry.object_id)
+        return held is not None and held.offset == entry.offset
+
     def overlapping(self, offset: int, size_bytes: int) -> list[int]:
         """Ids of the objects that have bytes in this range."""
         first = max(0, bisect_right(self._offsets, offset) - 1)
