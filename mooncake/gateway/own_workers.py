@@ -60,7 +60,7 @@ from mooncake.gateway.request_parsing import (
 )
 from mooncake.gateway.retries import AnswerConcurrency, Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, JoinedPieces
 from mooncake.http.latency import itl_seconds, mean_of_longest, ttft_seconds
 from mooncake.http.openai import (
     STREAM_END,
@@ -304,12 +304,12 @@ class OwnWorkersAnswer:
 
     async def whole(self) -> msgspec.Struct:
         """The body of an answer that is not streamed. Raises ApiError."""
-        pieces = [AnswerPiece(choice.index) for choice in self._choices]
+        joined = [JoinedPieces(choice.index) for choice in self._choices]
         merged = self._merged()
         async with contextlib.aclosing(merged):
             async for piece in merged:
-                pieces[piece.index].join(piece)
-        return self._writer.whole(pieces, self._usage())
+                joined[piece.index].add(piece)
+        return self._writer.whole([one.whole() for one in joined], self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events. The first comes with the first token; errors before it raise ApiError."""

@@ -46,21 +46,51 @@ class AnswerPiece(msgspec.Struct):
     resumed: ResumedStats | None = None
     """In the first piece of an answer that another worker began: where its KV came from."""
 
-    def join(self, later: AnswerPiece) -> None:
-        """Append a later piece."""
-        self.text += later.text
-        self.token_ids = self.token_ids + later.token_ids
-        if later.logprobs is not None:
-            joined = self.logprobs or CompletionLogprobs(content=[])
-            self.logprobs = CompletionLogprobs(
-                joined.text_offset + later.logprobs.text_offset,
-                joined.token_logprobs + later.logprobs.token_logprobs,
-                joined.tokens + later.logprobs.tokens,
-                joined.top_logprobs + later.logprobs.top_logprobs,
-                _rows(joined) + _rows(later.logprobs),
-            )
-        self.finish_reason = later.finish_reason or self.finish_reason
-        self.stop_reason = later.stop_reason if later.stop_reason is not None else self.stop_reason
+
+class JoinedPieces:
+    """One choice of an answer that is not streamed, while its pieces arrive: ``add`` each, then ``whole``.
+
+    What has arrived is not copied for the next piece: the work of an answer would grow with the square of its
+    length, on an event loop that serves others.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: CompletionLogprobs | None = None
+        self._finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
+
+    def add(self, piece: AnswerPiece) -> None:
+        """Append the next piece, which is not changed, then or later."""
+        self._texts.append(piece.text)
+        self._token_ids.extend(piece.token_ids)
+        if piece.logprobs is not None:
+            self._add_logprobs(piece.logprobs)
+        self._finish_reason = piece.finish_reason or self._finish_reason
+        self._stop_reason = piece.stop_reason if piece.stop_reason is not None else self._stop_reason
+
+    def _add_logprobs(self, later: CompletionLogprobs) -> None:
+        if self._logprobs is None:
+            self._logprobs = CompletionLogprobs(content=[])
+        joined = self._logprobs
+        joined.text_offset.extend(later.text_offset)
+        joined.token_logprobs.extend(later.token_logprobs)
+        joined.tokens.extend(later.tokens)
+        joined.top_logprobs.extend(later.top_logprobs)
+        _rows(joined).extend(_rows(later))
+
+    def whole(self) -> AnswerPiece:
+        """The choice so far, as one piece."""
+        return AnswerPiece(
+            self._index,
+            "".join(self._texts),
+            self._token_ids,
+            self._logprobs,
+            self._finish_reason,
+            self._stop_reason,
+        )
 
 
 class CompletionWriter:

@@ -25,7 +25,7 @@ from mooncake import clock, metrics, tracing
 from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.http import large_json, server
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, JoinedPieces
 from mooncake.http.latency import e2e_seconds, itl_seconds, ttft_seconds
 from mooncake.http.openai import (
     STREAM_END,
@@ -298,17 +298,18 @@ class _Answer:
         self._move_id = _text_of(api_request, "move_id", MAX_TRANSFER_ID_CHARS)
 
     async def whole(self) -> Any:
-        choices = [AnswerPiece(index) for index in range(len(self._requests))]
+        joined = [JoinedPieces(index) for index in range(len(self._requests))]
 
         async def collect(index: int) -> None:
             async for piece in self._pieces(index):
-                choices[index].join(piece)
+                joined[index].add(piece)
 
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self._requests)):
                     group.create_task(collect(index))
             self._account()
+            choices = [one.whole() for one in joined]
             return self._writer.whole(choices, self._usage(), self._hand_over())
         except ExceptionGroup as errors:
             raise self._failed(errors.exceptions[0]) from errors

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, chat_logprobs
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, JoinedPieces, chat_logprobs
 from mooncake.http.openai import CompletionLogprobs, TokenLogprob, TopLogprob, Usage
 
 USAGE = Usage.of(10, 3, 4)
@@ -24,25 +25,53 @@ def body(answer: msgspec.Struct) -> Any:
 
 def test_pieces_join_in_order() -> None:
     par, is_ = TokenLogprob("Par", -0.5), TokenLogprob("is", -0.1)
-    whole = AnswerPiece(1, "Par", [5], CompletionLogprobs([0], [-0.5], ["Par"], [{"Par": -0.5}], [par]))
+    joined = JoinedPieces(1)
+    first = CompletionLogprobs([0], [-0.5], ["Par"], [{"Par": -0.5}], [par])
     later = CompletionLogprobs([3], [-0.1], ["is"], [None], [is_])
-    whole.join(AnswerPiece(1, "is", [6], later, "stop", "\n"))
-    assert (whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason) == (
-        "Paris",
-        [5, 6],
-        "stop",
-        "\n",
-    )
-    assert whole.logprobs == CompletionLogprobs(
-        [0, 3], [-0.5, -0.1], ["Par", "is"], [{"Par": -0.5}, None], [par, is_]
-    )
+    joined.add(AnswerPiece(1, "Par", [5], first))
+    joined.add(AnswerPiece(1, "is", [6], later, "stop", "\n"))
+    logprobs = CompletionLogprobs([0, 3], [-0.5, -0.1], ["Par", "is"], [{"Par": -0.5}, None], [par, is_])
+    assert joined.whole() == AnswerPiece(1, "Paris", [5, 6], logprobs, "stop", "\n")
+
+
+def test_an_end_without_a_text_leaves_what_was_joined() -> None:
+    joined = JoinedPieces(0)
+    joined.add(AnswerPiece(0, "Par", [5], CompletionLogprobs([0], [-0.5], ["Par"], [None]), None, 7))
+    joined.add(AnswerPiece(0, finish_reason="length"))
+    logprobs = CompletionLogprobs([0], [-0.5], ["Par"], [None], [])
+    assert joined.whole() == AnswerPiece(0, "Par", [5], logprobs, "length", 7)
+    assert JoinedPieces(3).whole() == AnswerPiece(3)
 
 
 def test_joining_does_not_change_what_was_streamed() -> None:
-    first = AnswerPiece(text="a", token_ids=[1])
-    tokens = first.token_ids
-    first.join(AnswerPiece(text="b", token_ids=[2]))
-    assert tokens == [1]
+    first = AnswerPiece(text="a", token_ids=[1], logprobs=CompletionLogprobs([0], [-0.5], ["a"], [None], []))
+    before = copy.deepcopy(first)
+    joined = JoinedPieces(0)
+    joined.add(first)
+    joined.add(AnswerPiece(text="b", token_ids=[2], logprobs=first.logprobs))
+    assert first == before
+
+
+def test_a_piece_costs_no_copy_of_those_before_it() -> None:
+    def lists(joined: JoinedPieces) -> list[int]:
+        """Where the columns are: a copy would be elsewhere."""
+        fields = vars(joined)
+        logprobs = fields["_logprobs"]
+        columns = [getattr(logprobs, name) for name in logprobs.__struct_fields__]
+        return [id(found) for found in [*fields.values(), *columns] if isinstance(found, list)]
+
+    joined = JoinedPieces(0)
+    row = TokenLogprob("a", -0.5)
+    kept = []
+    for number in range(100):
+        logprobs = CompletionLogprobs([number], [-0.5], ["a"], [None], [row])
+        joined.add(AnswerPiece(0, "a", [number], logprobs))
+        kept.append(lists(joined))
+        assert not any(isinstance(found, str) for found in vars(joined).values()), "a text is joined once"
+    assert len(kept[0]) == 7
+    assert all(places == kept[0] for places in kept)
+    whole = joined.whole()
+    assert (whole.text, whole.token_ids) == ("a" * 100, [*range(100)])
 
 
 @pytest.mark.parametrize("with_token_ids", [False, True])
