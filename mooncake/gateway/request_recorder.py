@@ -180,9 +180,10 @@ class RecordingFile:
             view = view[num_written:]
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """End the file; repeated calls have no effect. Raises OSError."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,9 +377,12 @@ class RequestRecorder:
                 log.info("recording_resumed", file=file.path.name)
         except OSError as error:
             # A line may be torn, and a reader refuses that: the file ends here.
-            file.close()
-            self._file = None
-            _rows.labels("dropped").inc(num_rows)
+            with contextlib.suppress(OSError):  # for the same reason, as on a network file system
+                file.close()
+            if self._file is file:  # rows that ended during the write may have begun another file
+                self._file = None
+            _, num_later = file.take()
+            _rows.labels("dropped").inc(num_rows + num_later)
             if not self._is_broken:
                 self._is_broken = True
                 log.error("recording_failed", file=str(file.path), reason=error.strerror or str(error))

@@ -204,6 +204,44 @@ async def test_a_disk_that_fails_costs_rows_and_no_request(
     assert (dropped._value.get(), written._value.get()) == (before[0] + 1, before[1] + 1)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_rows_that_end_during_a_write_that_fails_are_written_or_counted(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    monkeypatch.setattr(request_recorder, "FLUSH_INTERVAL_S", 3600.0)
+    begun, may_fail, closed = threading.Event(), threading.Event(), []
+
+    def fail(file: RecordingFile, content: bytes) -> None:
+        begun.set()
+        may_fail.wait(30)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    def close(file: RecordingFile) -> None:
+        closed.append(file)
+        raise OSError(errno.ENOSPC, "no space left")  # as on a network file system
+
+    async with running(tokenizer, record_folder=str(tmp_path)) as stack:
+        dropped, written = (request_recorder._rows.labels(name) for name in ("dropped", "written"))
+        before = dropped._value.get(), written._value.get()
+        with monkeypatch.context() as patched:
+            patched.setattr(RecordingFile, "write", fail)
+            patched.setattr(RecordingFile, "close", close)
+            patched.setattr(RecordingFile, "is_full", lambda file, now: is_full)
+            await complete(stack, PROMPT)
+            flushing = asyncio.create_task(stack.gateway.recorder._flush())
+            await asyncio.to_thread(begun.wait, 30)
+            for number in range(2):
+                await complete(stack, [*PROMPT, number])
+            may_fail.set()
+            await flushing
+        assert len(closed) == 1
+        # Those that ended meanwhile were added to the same file, unless it was full.
+        assert dropped._value.get() == before[0] + (1 if is_full else 3)
+    assert dropped._value.get() + written._value.get() == sum(before) + 3
+    rows = [row for path in files(tmp_path) for row in decode_lines(path.read_bytes().splitlines())[1]]
+    assert len(rows) == (2 if is_full else 0)
+
+
 async def test_rows_are_dropped_while_the_disk_is_too_far_behind(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
