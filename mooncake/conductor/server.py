@@ -304,7 +304,6 @@ class ConductorService:
         task.add_done_callback(self._tasks.pop)
 
     async def _probe(self, instance: InstanceId) -> None:
-        probed = Probed(instance, ProbeOutcome.FAILED, "the probe was cancelled")
         try:
             probed = await self._query_health(instance)
         except TimeoutError:
@@ -312,6 +311,10 @@ class ConductorService:
             probed = Probed(instance, ProbeOutcome.FAILED, detail)
         except (aiohttp.ClientError, OSError) as error:
             probed = Probed(instance, ProbeOutcome.FAILED, f"probe failed: {cause_of(error)}")
+        except Exception as error:  # a bug of ours; without a result the core would never probe it again
+            log.exception("probe_broken", instance=instance)
+            detail = f"probe failed: {type(error).__name__}: {error}"
+            probed = Probed(instance, ProbeOutcome.FAILED, detail)
         self._driver.post(probed)
 
     async def _query_health(self, instance: InstanceId) -> Probed:

@@ -13,16 +13,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-_Count = Annotated[int, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0, le=10**15)]
+"""Readers compute with these in floating point, where a number of hundreds of digits raises OverflowError."""
 
 
 class StageStats(msgspec.Struct, frozen=True):
     """One stage's part in a prompt that a prefill group computed. Instants are seconds since the first stage
     began with the prompt; a stage that is on another host is on its clock, too."""
 
-    first_layer: int
-    end_layer: int
-    num_chunks: int
+    first_layer: _Count
+    end_layer: _Count
+    num_chunks: _Count
     began_s: float
     "When it began with the prompt's first chunk."
     ended_s: float
@@ -42,9 +43,9 @@ class PromptStats(msgspec.Struct, frozen=True):
     "Time from then until its first step: the lookup in the pool, and the load."
     computed_s: float
     "Time from its first step to its first token."
-    num_local_tokens: int
-    num_loaded_tokens: int
-    num_computed_tokens: int
+    num_local_tokens: _Count
+    num_loaded_tokens: _Count
+    num_computed_tokens: _Count
     stages: list[StageStats] = []
     "The stages of a prefill group; none for a single worker."
 
@@ -52,11 +53,11 @@ class PromptStats(msgspec.Struct, frozen=True):
 class ResumedStats(msgspec.Struct, frozen=True):
     """Origin of the KV of an answer that another worker began: its prompt and output so far, in tokens."""
 
-    num_local_tokens: int
+    num_local_tokens: _Count
     "Found in the worker's own memory."
-    num_loaded_tokens: int
+    num_loaded_tokens: _Count
     "Loaded from the pool, or pushed by the other worker."
-    num_computed_tokens: int
+    num_computed_tokens: _Count
     is_pushed: bool = False
 
 
@@ -64,11 +65,11 @@ class StepStats(msgspec.Struct):
     """The latest steps. ``num_chunks`` and ``num_steps`` count all steps since the start, so that a reader
     knows which of the rows are new to it."""
 
-    num_chunks: int = 0
-    chunks: list[tuple[int, int, float]] = []
+    num_chunks: _Count = 0
+    chunks: list[tuple[_Count, _Count, float]] = []
     "First token, number of tokens, seconds. Of a prefill group: whole prompts, as if each were alone in it."
-    num_steps: int = 0
-    steps: list[tuple[int, int, float]] = []
+    num_steps: _Count = 0
+    steps: list[tuple[_Count, _Count, float]] = []
     "Number of requests, tokens of their contexts, seconds."
 
 

@@ -470,6 +470,32 @@ def test_other_servers_measure_nothing() -> None:
         assert read_step_stats(body) is None
 
 
+@pytest.mark.parametrize("number", ["-1", "1" + 400 * "0"])
+def test_a_number_that_counts_nothing_is_not_read(number: str) -> None:
+    for measured in (
+        f'{{"num_chunks": {number}}}',
+        f'{{"num_chunks": 1, "chunks": [[{number}, 1, 0.1]]}}',
+        f'{{"num_chunks": 1, "chunks": [[0, {number}, 0.1]]}}',
+        f'{{"num_steps": 1, "steps": [[1, {number}, 0.1]]}}',
+    ):
+        assert read_step_stats(f'{{"measured": {measured}}}'.encode()) is None
+    memory = f'{{"total_tokens": {number}, "used_tokens": 0, "num_requests": 0}}'
+    assert read_kv_memory(f'{{"kv_memory": {memory}}}'.encode()) is None
+
+
+async def test_an_instance_whose_probe_broke_is_probed_again(
+    service: ConductorService, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_once(instance: str, body: bytes) -> None:
+        monkeypatch.undo()
+        raise OverflowError("int too large to convert to float")
+
+    monkeypatch.setattr(service, "_take_measured", break_once)
+    service.post(AddInstance(worker.address, WorkerRole.DECODE))
+    await until(lambda: is_ready(service, worker.address))
+    assert service._take_measured != break_once, "the first probe has reached it"
+
+
 # --- the memory of workers and engines
 
 
