@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
 from mooncake.transfer.memory import check_mapped, span_and_export
@@ -73,12 +73,14 @@ class RegisteredBuffers:
     Until then callers can neither resize nor close the buffers that are used in place.
     """
 
-    __slots__ = ("_exports", "_memory", "_regions", "_staged", "addresses", "sizes")
+    __slots__ = ("_exports", "_memory", "_regions", "_staged", "_staging", "addresses", "sizes")
 
     def __init__(self, memory: LocalMemory, sizes: list[int]) -> None:
         self._memory = memory
         self._regions: list[Region] = []
         self._staged: int | None = None
+        self._staging: Region | None = None
+        """Keeps the staging region mapped when the store is closed while this operation is under way."""
         self._exports: list[object] = []
         self.addresses: list[int] = []
         self.sizes = sizes
@@ -97,6 +99,7 @@ class RegisteredBuffers:
             self._memory.release(self._regions, self._staged)
         finally:
             self._exports.clear()
+            self._staging = None
 
     def keep(self, exports: list[object]) -> None:
         """Keep the memory of the buffers in its place until they are released."""
@@ -122,10 +125,10 @@ class RegisteredBuffers:
         if start < end and not self._memory.has(start, end - start):
             self._regions.append(self._memory.engine.register((start, end - start), is_brief=True))
 
-    def stage(self, offset: int, base: int) -> None:
-        """Place the buffers in a row at ``offset`` of the staging region that starts at ``base``."""
-        self._staged = offset
-        at = base + offset
+    def stage(self, offset: int, staging: Region) -> None:
+        """Place the buffers in a row at ``offset`` of the staging region."""
+        self._staged, self._staging = offset, staging
+        at = staging.address + offset
         for size_bytes in self.sizes:
             self.addresses.append(at)
             at += size_bytes
@@ -155,6 +158,7 @@ class LocalMemory:
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
         self._lock = threading.Lock()
+        self._is_closed = False
         self._staging: Region | None = None
         self._slots = [number * SLOT_BYTES for number in reversed(range(NUM_SLOTS))]
         """Offsets of the free ones. Its methods are safe from several threads."""
@@ -200,14 +204,17 @@ class LocalMemory:
         ranges = [(id(value) + _BYTES_HEADER, len(value)) for value in values]
         return self._prepare(ranges), values
 
-    def unstage(self, prepared: RegisteredBuffers, values: Sequence[bytes]) -> None:
-        """Copy what arrived in the staging region into ``values`` of ``fresh``."""
+    def unstage(self, prepared: RegisteredBuffers, values: Sequence[bytes], arrived: Sequence[bool]) -> None:
+        """Copy what has ``arrived`` in the staging region into ``values`` of ``fresh``."""
         if prepared.is_staged:
-            for staged, value in zip(prepared.addresses, values, strict=True):
-                ctypes.memmove(id(value) + _BYTES_HEADER, staged, len(value))
+            for staged, value, is_here in zip(prepared.addresses, values, arrived, strict=True):
+                if is_here:
+                    ctypes.memmove(id(value) + _BYTES_HEADER, staged, len(value))
 
     def close(self) -> None:
+        """Unregister the staging region; it stays mapped until the operations that use it have ended."""
         with self._lock:
+            self._is_closed = True
             if self._staging is not None:
                 self.engine.unregister(self._staging)
                 self._staging = None
@@ -229,13 +236,17 @@ class LocalMemory:
             staging = self._staging or self._allocate_staging()
             offset = self._free_range(total_bytes)
             if offset is not None:
-                prepared.stage(offset, staging.address)
+                prepared.stage(offset, staging)
                 return prepared
         prepared.register(ranges)
         return prepared
 
     def _allocate_staging(self) -> Region:
         with self._lock:
+            if (
+                self._is_closed
+            ):  # by another thread: a region that is allocated now would never be unregistered
+                raise Unavailable("this store was closed")
             if self._staging is None:
                 self._staging = self.engine.allocate(STAGING_BYTES, huge_pages=False, populate=False)
             return self._staging

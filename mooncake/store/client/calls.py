@@ -224,7 +224,7 @@ class ClientCalls:
                     prepared, values = self._memory.fresh([answer.reply.objects[0].size_bytes])
                     with prepared:
                         if (yield from self.operations.take_value(answer, prepared.addresses[0])):
-                            self._memory.unstage(prepared, values)
+                            self._memory.unstage(prepared, values, [True])
                             return list(values)
                 grants = yield from self.operations.granted(keys, answer, deadline)
             else:
@@ -233,7 +233,7 @@ class ClientCalls:
             prepared, values = self._memory.fresh([grant.size_bytes for grant in present])
             with prepared:
                 arrived = yield from self.operations.read_whole(present, prepared.addresses, deadline)
-                self._memory.unstage(prepared, values)
+                self._memory.unstage(prepared, values, arrived)
             if is_single and present and present[0].size_bytes <= m.MAX_VALUE_BYTES:
                 self.operations.moved_small(present[0].segment)
         return _in_order(grants, values, arrived)

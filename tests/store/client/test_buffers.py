@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.store.client.buffers import NUM_SLOTS, SLOT_BYTES, STAGED_BYTES, STAGING_BYTES, LocalMemory
 from mooncake.transfer import TransferEngine
+from mooncake.transfer.memory import check_mapped
 
 
 @pytest.fixture
@@ -177,8 +178,36 @@ def test_fresh_bytes_are_filled_before_they_are_published(memory: LocalMemory, s
         region = memory.engine.regions.all()[0]
         start = prepared.addresses[0] - region.address
         region.view()[start : start + size] = b"x" * size
-        memory.unstage(prepared, values)
+        memory.unstage(prepared, values, [True])
     assert values == [b"x" * size]
+
+
+def test_only_what_has_arrived_is_copied_from_the_staging_region(memory: LocalMemory) -> None:
+    prepared, values = memory.fresh([3, 3])
+    with prepared:
+        for address, content in zip(prepared.addresses, (b"old", b"new"), strict=True):
+            ctypes.memmove(address, content, 3)
+        untouched = bytes(values[0])
+        memory.unstage(prepared, values, [False, True])
+    assert values == [untouched, b"new"] and untouched != b"old"
+
+
+@pytest.mark.parametrize("direction", ["source", "fresh"])
+def test_the_staging_region_stays_mapped_until_the_last_operation_has_ended(direction: str) -> None:
+    """A client is closed while a call of another thread is under way."""
+    with TransferEngine() as engine:
+        memory = LocalMemory(engine)
+        prepared = memory.fresh([5])[0] if direction == "fresh" else memory.source([b"bytes"])
+        address = prepared.addresses[0]
+        with prepared:
+            memory.close()
+            assert not engine.regions.all()
+            check_mapped(address, 5)
+        with pytest.raises(InvalidArgument):
+            check_mapped(address, 5)
+        with pytest.raises(Unavailable, match="closed"):
+            memory.source([b"late"])
+        assert not engine.regions.all()
 
 
 def test_an_empty_value_needs_no_memory(memory: LocalMemory) -> None:
