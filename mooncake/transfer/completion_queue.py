@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import select
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -65,6 +66,9 @@ def count_part(path: str, op: Op, status: Status, num_bytes: int) -> None:
 
 STALE_DESCRIPTOR_STATUSES = frozenset({Status.PEER_LOST, Status.ACCESS_DENIED})
 """Statuses that may result from an outdated descriptor, among other causes."""
+
+MAX_OVERTIME_S = 1.0
+"""How long after their time batches are waited for whose caller was interrupted."""
 
 
 class TransferTarget(Protocol):
@@ -149,6 +153,39 @@ class CompletionQueue:
             is_step = move.batch.is_sprayed and part.status == Status.OK and not ends
             if move.progress is not None and is_step:  # the completion itself reports the end
                 move.progress(sum(move.moved.values()))
+        return finished
+
+    def run_all(
+        self, begins: Sequence[Callable[[], None]], timeout_s: float, cancel: Callable[[], None]
+    ) -> list[Completion]:
+        """Call each of ``begins``, which start batches here that end within ``timeout_s``, and wait for all.
+
+        What is raised meanwhile, by one of them or by the handler of a signal (Ctrl-C), is raised after the
+        end of those that have begun, because their memory is in use until then. Such a handler runs between
+        any two steps of this class, which may then expect a part that was never handed over, or whose
+        completion is lost. ``cancel`` ends what may be under way when the time is over.
+        """
+        finished: list[Completion] = []
+        num_begun = 0
+        failure: BaseException | None = None
+        until = time.monotonic() + timeout_s + MAX_OVERTIME_S
+        readable = select.poll()
+        readable.register(self.fileno(), select.POLLIN)
+        while True:
+            try:
+                while num_begun < len(begins):
+                    begins[num_begun]()
+                    num_begun += 1
+                while len(self) and (failure is None or time.monotonic() < until):
+                    readable.poll(1000)  # an exception that is raised here loses no completion
+                    finished += self.drain()
+                if len(self):
+                    cancel()
+                break
+            except BaseException as error:
+                num_begun, failure = len(begins), error
+        if failure is not None:
+            raise failure
         return finished
 
     def _report(self, part: Completion) -> None:
@@ -236,23 +273,10 @@ def run_parts_in_turn(move: BatchTransfer) -> Completion:
         effects += move.handle(event)
 
 
-def run_parts_at_once(move: BatchTransfer) -> Completion:
-    """Carry a batch whose parts are under way at the same time, and wait for its end.
-
-    An interrupt (Ctrl-C) is raised only after that, because the memory is in use until then.
-    """
+def run_parts_at_once(move: BatchTransfer, timeout_s: float, cancel: Callable[[], None]) -> Completion:
+    """Carry a batch whose parts are under way at the same time, and wait for its end (``run_all``)."""
     queue = CompletionQueue()
-    interrupt: KeyboardInterrupt | None = None
-    finished: list[Completion] = []
-    queue.start(move)
-    while not finished:
-        try:
-            finished = queue.drain(timeout_s=1.0)
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-    return finished[0]
+    return queue.run_all([lambda: queue.start(move)], timeout_s, cancel)[0]
 
 
 def no_connection_status(deadline: float) -> Status:

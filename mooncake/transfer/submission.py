@@ -191,9 +191,10 @@ class TransferMethods(ABC):
                     count_part(quick[0], op, quick[1].status, quick[1].num_bytes)
                     return self._checked(op, columns, quick[1])
         move = self._move(0, op, segment, columns, paths, deadline, checksum)
-        return self._checked(
-            op, columns, run_parts_at_once(move) if move.batch.is_sprayed else run_parts_in_turn(move)
-        )
+        if not move.batch.is_sprayed:
+            return self._checked(op, columns, run_parts_in_turn(move))
+        left_s = max(0.0, deadline - time.monotonic())
+        return self._checked(op, columns, run_parts_at_once(move, left_s, segment.cancel))
 
     def _alone(self, segment: RemoteSegment, columns: TransferColumns) -> int | None:
         """Index of the path that carries all slices, if those before it carry none: no batch is planned."""

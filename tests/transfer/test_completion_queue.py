@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
+from mooncake.transfer import completion_queue
 from mooncake.transfer.batch import Batch, TransferColumns
-from mooncake.transfer.completion_queue import BatchTransfer, CompletionQueue, wait_until_done
+from mooncake.transfer.completion_queue import (
+    BatchTransfer,
+    CompletionQueue,
+    run_parts_at_once,
+    wait_until_done,
+)
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.transports import Completion, NativeQueue, Op, PeerConnection, Status
 from mooncake.transfer.transports.tcp import TcpConnection
@@ -126,6 +134,96 @@ def test_progress_counts_what_is_done_and_forgets_what_failed() -> None:
     assert outcome(queue) == [] and shm.asked == tcp.asked == [(3, True)]
     assert outcome(queue) == [(9, Status.OK, -1, 6)]
     assert urgent.moved == {0: 0, 1: 6} and reported == []
+
+
+class Held(Scripted):
+    """A connection whose parts end when the test allows it; ``interrupts`` raises before it takes one."""
+
+    def __init__(self, interrupts: bool = False) -> None:
+        super().__init__()
+        self.under_way: list[tuple[NativeQueue, int]] = []
+        self.interrupts = interrupts
+
+    def _submit(self, queue: NativeQueue, token: int, *_: object, **__: object) -> int:
+        if self.interrupts:
+            raise KeyboardInterrupt
+        self.under_way.append((queue, token))
+        return -1
+
+    def end(self) -> None:
+        for queue, token in self.under_way:
+            queue.push(Completion(token))
+        self.under_way.clear()
+
+
+class Stopped(Exception):
+    """What the handler of a signal may raise in a program."""
+
+
+def no_cancel() -> None:
+    raise AssertionError("everything has ended")
+
+
+def test_batches_are_run_together_and_returned() -> None:
+    queue, reached = CompletionQueue(), Reachable(shm=Scripted(Status.OK, Status.OK), tcp=None)
+    begins = [lambda token=token: queue.start(move(reached, token=token)) for token in (3, 4)]
+    assert {done.token for done in queue.run_all(begins, 60.0, no_cancel)} == {3, 4}
+    assert queue.run_all([], 60.0, no_cancel) == []
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, Stopped, InvalidArgument("local", 0, "memory")])
+def test_what_is_raised_while_batches_begin_is_raised_when_those_that_began_have_ended(
+    failure: BaseException | type[BaseException],
+) -> None:
+    queue, held = CompletionQueue(), Held()
+    has_third = False
+
+    def fail() -> None:
+        threading.Timer(0.05, held.end).start()
+        raise failure
+
+    def third() -> None:
+        nonlocal has_third
+        has_third = True
+
+    begins = [lambda: queue.start(move(Reachable(shm=held, tcp=None))), fail, third]
+    with pytest.raises(failure if isinstance(failure, type) else type(failure)):
+        queue.run_all(begins, 60.0, no_cancel)
+    assert not held.under_way and len(queue) == 0, "the memory of the first is no longer in use"
+    assert not has_third
+
+
+def test_a_handler_that_raises_during_the_wait_ends_no_wait() -> None:
+    held = Held()
+    num_signals = 0
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 3:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            held.end()
+        raise Stopped
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        with pytest.raises(Stopped):
+            run_parts_at_once(move(Reachable(shm=held, tcp=None)), 60.0, no_cancel)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_signals == 3 and not held.under_way
+
+
+def test_what_an_interrupted_queue_lost_count_of_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion_queue, "MAX_OVERTIME_S", 0.0)
+    cancelled: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_parts_at_once(
+            move(Reachable(shm=Held(interrupts=True), tcp=None)), 0.0, lambda: cancelled.append(True)
+        )
+    assert cancelled == [True], "the part may have been handed over or not"
 
 
 async def test_a_cancelled_wait_ends_when_the_transfer_has() -> None:

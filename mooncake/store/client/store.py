@@ -24,7 +24,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -211,6 +211,8 @@ class _StoreBase:
         if completion.status == Status.OK:
             checksums = completion.checksums if t.is_checked else _UNCHECKED
             return SlicesMoved(checksums, "", clock.monotonic())
+        if self._is_closed:
+            raise Unavailable("this store was closed")  # the transfer was cancelled, which is no miss
         if completion.status == Status.PEER_LOST:
             self.engine.forget(t.handle)  # otherwise the engine would treat this path as dead permanently
         return SlicesMoved(None, completion.status.name.lower(), clock.monotonic())
@@ -387,38 +389,28 @@ class Store(_StoreBase):
                 op, t.handle, t.local, t.remote, t.lengths, timeout_s=timeout_s, checksum=t.is_checked
             )
             return [self._moved(t, done)]
+        return self._move_at_once(op, effect.transfers, timeout_s)
+
+    def _move_at_once(
+        self, op: Op, transfers: Sequence[Slices | OneSlice], timeout_s: float
+    ) -> list[SlicesMoved]:
+        """Make several transfers and wait until all of them have ended, each by its own deadline.
+
+        Their memory is in use until then, also when one of them is invalid or an interrupt (Ctrl-C) comes.
+        """
         queue = self.engine.new_queue()
-        num_begun, failure = 0, None
-        ended: dict[int, Completion] = {}
-        # Each transfer ends by its own deadline, and its memory is in use until then: exceptions raised
-        # meanwhile (an interrupt by Ctrl-C, memory that is not registered) are raised afterwards.
-        while failure is None and num_begun < len(effect.transfers):
-            t = effect.transfers[num_begun]
-            try:
-                self.engine.submit(
-                    queue,
-                    num_begun,
-                    op,
-                    t.handle,
-                    t.local,
-                    t.remote,
-                    t.lengths,
-                    checksum=t.is_checked,
-                    timeout_s=_of_slices(timeout_s, t),
-                )
-                num_begun += 1
-            except MooncakeError as error:
-                failure = error
-        interrupt: KeyboardInterrupt | None = None
-        while len(ended) < num_begun:
-            try:
-                for completion in queue.drain(timeout_s=1.0):
-                    ended[completion.token] = completion
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None or failure is not None:
-            raise interrupt or failure  # type: ignore[misc]
-        return [self._moved(t, ended[token]) for token, t in enumerate(effect.transfers)]
+
+        def begin(token: int, t: Slices | OneSlice) -> None:
+            columns, seconds = (t.local, t.remote, t.lengths), _of_slices(timeout_s, t)
+            self.engine.submit(queue, token, op, t.handle, *columns, checksum=t.is_checked, timeout_s=seconds)
+
+        def cancel() -> None:
+            for t in transfers:
+                self.engine.cancel(t.handle)
+
+        begins = [functools.partial(begin, token, t) for token, t in enumerate(transfers)]
+        ended = {done.token: done for done in queue.run_all(begins, timeout_s, cancel)}
+        return [self._moved(t, ended[token]) for token, t in enumerate(transfers)]
 
 
 class AsyncStore(_StoreBase):

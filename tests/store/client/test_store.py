@@ -19,7 +19,7 @@ from mooncake.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store.client.effects import CallMaster, MoveSlices, Slices
-from mooncake.transfer import Completion
+from mooncake.transfer import Completion, Status
 from tests.store.test_processes import Processes, num_writable
 from tests.waiting import wait_until
 
@@ -102,6 +102,57 @@ async def test_a_closed_asyncio_store_says_so_at_once(processes: Processes) -> N
     await store.close()
     with pytest.raises(Unavailable, match="this store is closed"):
         await store.get("missing")
+
+
+def test_a_get_that_is_under_way_when_its_store_is_closed_raises(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transfer ends as cancelled, which is no miss; its memory stays mapped until then."""
+    errors: list[BaseException] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def run(*_: object, **__: object) -> Completion:
+        has_begun.set()
+        assert may_end.wait(20.0)
+        return Completion(0, Status.CANCELLED)
+
+    def get() -> None:
+        try:
+            client.get("under way")
+        except BaseException as error:
+            errors.append(error)
+
+    client = connected(processes)
+    assert client.put("under way", VALUE) is None
+    monkeypatch.setattr(client.engine, "run", run)
+    thread = threading.Thread(target=get)
+    thread.start()
+    assert has_begun.wait(20.0)
+    client.close()
+    may_end.set()
+    thread.join(20.0)
+    assert [type(error) for error in errors] == [Unavailable]
+
+
+async def test_an_asyncio_get_that_is_under_way_when_its_store_is_closed_raises(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def transfer(*_: object, **__: object) -> Completion:
+        has_begun.set()
+        await may_end.wait()
+        return Completion(0, Status.CANCELLED)
+
+    store = AsyncStore(processes.address, settings=StoreSettings(timeout_s=20.0))
+    assert await store.put("under way", VALUE) is None
+    monkeypatch.setattr(store.engine, "transfer", transfer)
+    getting = asyncio.create_task(store.get("under way"))
+    await has_begun.wait()
+    await store.close()
+    may_end.set()
+    with pytest.raises(Unavailable, match="this store was closed"):
+        await getting
 
 
 def segments(store: Store, key: str) -> list[str]:
@@ -263,6 +314,32 @@ async def test_a_move_with_several_nodes_ends_when_the_last_of_its_transfers_doe
         slow.may_end[1].set()
         with pytest.raises(asyncio.CancelledError if is_cancelled else InvalidArgument):
             await moving
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_transfers_begin_waits_for_those_that_have_begun(
+    monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
+) -> None:
+    """Their memory would be used by the next operation, and then be written by them."""
+    with Store("127.0.0.1:1") as store:
+        queue, num_ended = store.engine.new_queue(), 0
+
+        def end() -> None:
+            nonlocal num_ended
+            num_ended += 1
+            queue._native.push(Completion(7))
+
+        def submit(_: object, token: int, *__: object, **___: object) -> None:
+            if token:
+                threading.Timer(0.05, end).start()
+                raise failure
+            queue._parts[7] = Completion(token)
+
+        monkeypatch.setattr(store.engine, "new_queue", lambda: queue)
+        monkeypatch.setattr(store.engine, "submit", submit)
+        with pytest.raises(failure):
+            store._perform(a_move(2, clock.monotonic() + 60.0))
+        assert num_ended == 1 and len(queue) == 0
 
 
 async def test_after_the_deadline_nothing_is_moved_or_sent_except_releases(
