@@ -45,7 +45,7 @@ from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.node_costs import NodeCosts
 from mooncake.sim.serving.nodes import DecodeBatch, NodeCache, SimRequest
-from mooncake.sim.serving.results import DONE, REJECTED, Recorder, RunResults, TimelineSampler
+from mooncake.sim.serving.results import DONE, FAILED, REJECTED, Recorder, RunResults, TimelineSampler
 from mooncake.sim.serving.step_level import prompt_of
 from mooncake.sim.traces.sessions import ClosedLoop, NextTurn, SessionKeys
 from mooncake.sim.traces.trace import TraceRow
@@ -320,8 +320,8 @@ class ServingCluster:
         raise NotImplementedError
 
     def check_end(self) -> None:
-        """Assert that nothing is left of any request."""
-        raise NotImplementedError
+        """Assert that nothing is left of any request; a subclass adds what its nodes hold."""
+        assert not self.conductor.placements, self.conductor
 
     # used by a subclass
 
@@ -386,6 +386,12 @@ class ServingCluster:
         if (slo_ttft_s and ttft_s > slo_ttft_s) or (slo_tbt_s and request.tbt_s > slo_tbt_s):
             self._note_missed()
         self._go_on(request)
+
+    def fail(self, request: SimRequest) -> None:
+        """End a request that was placed where it can never fit. The conductor counts it as work of its
+        instances until it is told of the end."""
+        self.post(Finished(request.request_id))
+        self.give_up(request, FAILED)
 
     def give_up(self, request: SimRequest, status: int) -> None:
         """End the request here, without an answer."""

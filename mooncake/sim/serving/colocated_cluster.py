@@ -25,7 +25,6 @@ from mooncake.sim.kernel import Kernel
 from mooncake.sim.serving.cluster import ClusterSpec, ServingCluster
 from mooncake.sim.serving.node_costs import NodeCosts
 from mooncake.sim.serving.nodes import DecodeBatch, NodeCache, SimRequest
-from mooncake.sim.serving.results import FAILED
 from mooncake.sim.serving.step_level import StepDecodeNode
 from mooncake.types import WorkerRole
 
@@ -394,6 +393,7 @@ class ColocatedCluster(ServingCluster):
         return [node.cache for node in self.nodes]
 
     def check_end(self) -> None:
+        super().check_end()
         for node in self.nodes:
             assert node.is_idle, node
             assert node.cache.pool.num_free == node.cache.pool.num_usable, node
@@ -405,7 +405,7 @@ class ColocatedCluster(ServingCluster):
         self.recorder.prefill_instance[request.number] = node.number
         self.recorder.decode_instance[request.number] = node.number
         if not node.takes(request):
-            self.give_up(request, FAILED)
+            self.fail(request)
             return
         request.estimate_s = self.costs.prefill_s(0, request.num_input)
         self.sampler.queued(request)

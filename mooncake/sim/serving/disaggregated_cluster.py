@@ -34,7 +34,7 @@ from mooncake.inference.blocks import NO_BLOCKS, BlockColumn
 from mooncake.sim.serving.cluster import ClusterSpec, ServingCluster
 from mooncake.sim.serving.fabric import Fabric, Port
 from mooncake.sim.serving.nodes import DecodeNode, NodeCache, PrefillNode, SimRequest, StorePool
-from mooncake.sim.serving.results import FAILED, REJECTED_AFTER_PREFILL
+from mooncake.sim.serving.results import REJECTED_AFTER_PREFILL
 from mooncake.sim.serving.step_level import StepDecodeNode, StepPrefillNode
 from mooncake.types import WorkerRole
 
@@ -138,6 +138,7 @@ class DisaggregatedCluster(ServingCluster):
         return [node.cache for node in self.prefill]
 
     def check_end(self) -> None:
+        super().check_end()
         for node in self.prefill:
             assert not node.num_queued and not node.is_computing, node
             node.cache.check()
@@ -199,7 +200,7 @@ class DisaggregatedCluster(ServingCluster):
         request.turn = decision.turn
         is_too_long = isinstance(node, PrefillNode) and not node.takes(request)
         if is_too_long or not self.decode[request.decode].takes(request):
-            self.give_up(request, FAILED)
+            self.fail(request)
             return
         num_cached = decision.num_cached_tokens
         for fetch in decision.fetches:

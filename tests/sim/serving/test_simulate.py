@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
-from mooncake.sim.serving.results import DONE, REJECTED, REJECTED_AFTER_PREFILL, RunResults
+from mooncake.sim.serving.results import DONE, FAILED, REJECTED, REJECTED_AFTER_PREFILL, RunResults
 from mooncake.sim.traces.trace import TraceRow
 
 COSTS = load_costs("llama3-70b-8xA800")
@@ -105,6 +105,17 @@ def test_what_does_not_fit_fails_and_disturbs_no_other() -> None:
     outcome = simulate([too_long, TraceRow(1.0, 100, 2, ())], small, "load")
     assert outcome.status.tolist() == [3, 0]
     assert outcome.summary().num_failed == 1
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "chunked"])
+def test_what_does_not_fit_is_no_work_of_the_instance_that_was_chosen(mode: str) -> None:
+    """Else its predicted seconds would keep all later requests from there."""
+    rows = [TraceRow(0.6 * n, 8_000, 200, ()) for n in range(60)]
+    too_long = rows[5]._replace(num_input=COSTS.device_tokens + 1)
+    outcome = simulate([*rows[:5], too_long, *rows[6:]], spec(mode=mode))
+    assert outcome.status[5] == FAILED and (np.delete(outcome.status, 5) == DONE).all()
+    chosen = np.bincount(outcome.prefill_instance[6:], minlength=2 if mode == "disaggregated" else 4)
+    assert (chosen >= 6).all(), chosen
 
 
 def test_prompts_go_first_and_interrupt_the_others() -> None:
