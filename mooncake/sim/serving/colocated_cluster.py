@@ -2,7 +2,7 @@
 """One pool of nodes that prefill and decode alike: the baseline of disaggregated serving.
 
 It owns the path of a request through such a node, its metrics, and the priority between prefill and decode.
-The conductor chooses the node by its decode policy, since there is no separate prefill. Prefill first (vLLM
+The conductor chooses the node by its policy for prefill: the node computes the prompt. Prefill first (vLLM
 before chunks): whenever a prompt waits and finds memory, it is computed next, and all decoding requests wait
 for that. Chunked (Sarathi-Serve): a step has a budget of tokens; decoding requests take one each and prompts,
 first come first served, the rest. Memory is the block pool of an engine: a request takes blocks for its
@@ -305,8 +305,10 @@ class ChunkedPrefillNode(ColocatedNode):
         self.pool.unpin(found)
         end = num_own + len(found)
         self.cache.name(request.block_ids[num_own:end], request.keys[num_own:end])
-        request.fetched_tokens = len(found) * self._block_tokens
-        request.cached_tokens = request.computed_to = end * self._block_tokens
+        # The last token is always computed: its logits yield the first token of the answer.
+        request.cached_tokens = min(end * self._block_tokens, request.num_input - 1)
+        request.computed_to = request.cached_tokens
+        request.fetched_tokens = request.cached_tokens - num_own * self._block_tokens
         self._loading.remove(request.number)
         self._loaded.append(request)
         self._wake()

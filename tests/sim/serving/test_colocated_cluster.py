@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.serving import ClusterSpec, simulate_sessions
+from mooncake.sim.serving import ClusterSpec, simulate, simulate_sessions
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.serving.results import DONE, FAILED, RunResults
 from mooncake.sim.traces.generators import Agentic
 from mooncake.sim.traces.sessions import AgentSession, ClosedLoop, Turn, recipe_sessions
+from mooncake.sim.traces.trace import TraceRow
 
 BLOCK = 32
 COSTS = msgspec.structs.replace(
@@ -64,6 +65,16 @@ def test_with_a_pool_every_node_finds_what_any_has_computed() -> None:
     results = run(loop, pool_tokens=100_000)
     assert results.cached_tokens.tolist() == [0, 672, 768]
     assert results.fetched_tokens.tolist() == [0, 672, 96], "what was in its own cache is not loaded"
+
+
+def test_a_whole_prompt_from_the_pool_still_computes_its_last_token() -> None:
+    rows = [TraceRow(5.0 * number, 640, 2, tuple(range(20))) for number in range(2)]
+    spec = ClusterSpec(
+        costs=COSTS, num_prefill=2, num_decode=0, mode="chunked_prefix", block_tokens=BLOCK, store_tokens=6400
+    )
+    results = simulate(rows, spec, "round_robin")
+    assert results.decode_instance.tolist() == [0, 1] and (results.status == DONE).all()
+    assert results.cached_tokens.tolist() == results.fetched_tokens.tolist() == [0, 639]
 
 
 def test_a_load_takes_its_time_and_others_go_on_meanwhile() -> None:
