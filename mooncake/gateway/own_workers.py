@@ -624,6 +624,7 @@ class OwnWorkersRequest(PlacedRequest):
         except WeightsReplaced as error:
             self._note_replaced(error, self._attempts, "prefill")
             return False
+        self._attempts.found_room()
         transfer = answer.kv_transfer_params or {}
         measured = transfer.pop("measured", None)
         if not transfer_id:
@@ -789,6 +790,7 @@ class OwnWorkersRequest(PlacedRequest):
             try:
                 async with contextlib.aclosing(pieces):
                     async for piece in pieces:
+                        attempts.found_room()
                         if not choice.is_finished:
                             num_tokens = len(self.prompt) + len(choice.token_ids)
                             moves.advance(place_id, decision, num_tokens, attempts.exclude, choice.resumed)

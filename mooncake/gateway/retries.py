@@ -76,10 +76,17 @@ class Attempts:
     num_failures: int = 0
     num_unreachable: int = 0
     busy: ApiError | None = None
-    "Error of the last busy worker."
+    "Error of the last busy worker, until a call has begun."
+
+    busy_since: float = 0.0
+    "When the first of them was busy."
 
     full_since: float = 0.0
     "When no instance had room and no other part of the answer was in progress; 0: not yet."
+
+    def found_room(self) -> None:
+        """A call has begun: what is refused after it waits from the beginning."""
+        self.busy, self.full_since = None, 0.0
 
 
 FIRST_AT_ONCE = 128
@@ -211,7 +218,9 @@ class PlacedRequest:
     ) -> Decision:
         if attempts.num_failures or attempts.num_unreachable:
             timeout_s = max(timeout_s, RETRY_TIMEOUT_S)
-        give_up_at = clock.monotonic() + timeout_s
+        # Busy workers are tried again and again: from the first one on, or the wait would never end.
+        began = attempts.busy_since if attempts.busy is not None else clock.monotonic()
+        give_up_at = began + timeout_s
         tracing.phase("place")
         while True:
             self._placed_ids[place_id] = None
@@ -228,11 +237,10 @@ class PlacedRequest:
             if isinstance(answer, Decision):
                 self.num_held_tokens = max(self.num_held_tokens, answer.num_held_tokens)
                 return answer
-            if attempts.busy is not None:
-                raise attempts.busy
             if clock.monotonic() >= give_up_at:
-                raise self._refused(answer)
-            # Failed instances may be back by now: a restarted worker keeps its address.
+                raise attempts.busy or self._refused(answer)
+            # Failed instances may be back by now, as a restarted worker keeps its address, and busy ones have
+            # room.
             attempts.exclude.clear()
             await asyncio.sleep(min(POLL_S, answer.retry_after_s))
 
@@ -245,6 +253,8 @@ class PlacedRequest:
         attempts.exclude[error.instance] = None
         _retries.labels(stage).inc()
         if isinstance(error, WorkerBusy):
+            if attempts.busy is None:
+                attempts.busy_since = clock.monotonic()
             attempts.busy = error.answer
             return
         log.warning("worker_failed", instance=error.instance, stage=stage, reason=error.reason)

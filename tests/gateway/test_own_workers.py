@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from typing import Any
 
@@ -17,10 +17,10 @@ from mooncake.conductor.messages import Failed, Prefilled, Refuse
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
-from mooncake.gateway import retries, worker_client
+from mooncake.gateway import own_workers, retries, worker_client
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import Stack, running
-from tests.gateway.doubles import answer_ids, answer_text
+from tests.gateway.doubles import WorkerDouble, answer_ids, answer_text
 
 PROMPT = list(range(20, 32))
 
@@ -330,6 +330,44 @@ async def test_a_worker_that_is_busy_with_the_answer_gets_the_rest_of_it_later(
         answer = await stack.complete([[20 + number] for number in range(6)], 3)
         assert [one["text"] for one in answer["choices"]] == [answer_text([20 + one], 3) for one in range(6)]
         assert num_refused
+
+
+@pytest.mark.parametrize("is_room_found", [True, False])
+async def test_an_answer_that_has_begun_waits_while_all_workers_are_busy(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_room_found: bool
+) -> None:
+    if not is_room_found:
+        monkeypatch.setattr(own_workers, "RESUME_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(retries, "RETRY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(retries, "POLL_S", 0.05)
+    num_refused = 0
+    async with running(tokenizer, num_prefill=0, num_decode=2) as stack:
+
+        def busy_for_the_rest(worker: WorkerDouble) -> Callable[[Any, dict[str, Any]], Awaitable[Any]]:
+            serve = worker._stream
+            worker.die_after = 5
+
+            async def stream(request: Any, body: dict[str, Any]) -> Any:
+                nonlocal num_refused
+                if "num_output_tokens" not in body["kv_transfer_params"]:
+                    return await serve(request, body)
+                worker.die_after = None
+                if is_room_found and num_refused == 5:
+                    return await serve(request, body)
+                num_refused += 1
+                error = {"message": "full", "type": "rate_limit_error", "code": "queue_full"}
+                return web.json_response({"error": error}, status=429)
+
+            return stream
+
+        for worker in stack.decode:
+            monkeypatch.setattr(worker, "_stream", busy_for_the_rest(worker))
+        streamed = await stack.stream(PROMPT, 12)
+        assert num_refused > 2, "no worker was tried again"
+        if is_room_found:
+            assert streamed.token_ids() == answer_ids(PROMPT, 12)
+        else:
+            assert "queue_full" in streamed.events[-1], "it does not wait without an end"
 
 
 async def test_an_answer_for_whose_first_part_there_is_no_room_is_refused_at_once(

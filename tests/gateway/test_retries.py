@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of one answer wait for one another, and never for themselves."""
+"""Parts of one answer wait for one another, never for themselves, and for busy workers a limited time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import asyncio
 import pytest
 
 from mooncake import clock
+from mooncake.conductor.messages import Place, Refuse
+from mooncake.errors import Refusal
 from mooncake.gateway import retries
-from mooncake.gateway.retries import AnswerConcurrency, Attempts
+from mooncake.gateway.retries import AnswerConcurrency, Attempts, PlacedRequest
+from mooncake.gateway.worker_client import WorkerBusy
+from mooncake.http.openai import ApiError
 from tests.waiting import until
 
 
@@ -49,3 +53,44 @@ async def test_a_part_that_is_alone_waits_only_when_another_one_has_ended(
     assert await concurrency.wait_for_room(attempts) is True
     attempts.full_since = clock.monotonic() - retries.ROOM_TIMEOUT_S
     assert await concurrency.wait_for_room(attempts) is False, "others take all the room"
+
+
+class Full:
+    """A conductor that has no instance which is not excluded; it notes how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def place(self, event: Place) -> Refuse:
+        self.num_asked += 1
+        return Refuse(event.request_id, Refusal("no_instance", "none"), 0.01)
+
+
+async def test_busy_workers_are_waited_for_from_the_first_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
+    conductor, attempts = Full(), Attempts()
+    request = PlacedRequest(conductor, Place("r", 1))  # type: ignore[arg-type]
+
+    async def refusal(timeout_s: float) -> str | int | None:
+        with pytest.raises(ApiError) as caught:
+            await request._place("r", attempts, False, timeout_s)
+        return caught.value.detail.code
+
+    def busy() -> None:
+        error = ApiError(429, "full", code="queue_full")
+        request._note(WorkerBusy("a", error), "r", attempts, "decode")
+
+    busy()
+    assert await refusal(0.0) == "queue_full"
+    assert conductor.num_asked == 1, "a new request does not wait"
+    now += 30.0
+    busy()  # as it is tried again and again
+    assert await refusal(30.0) == "queue_full"
+    assert conductor.num_asked == 2
+    attempts.found_room()
+    waiting = asyncio.create_task(refusal(30.0))
+    await until(lambda: conductor.num_asked >= 4)
+    assert not waiting.done(), "what was full before the last call had begun does not count"
+    now += 30.0
+    assert await waiting == "no_instance"
