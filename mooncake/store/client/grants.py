@@ -44,11 +44,31 @@ class PutTarget:
     failure: Refusal | None = None
     """Why this replica can no longer be written."""
     pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
-    """Chunk -> (offset in it, length, CRC32C) of the written parts of a chunk that isn't complete yet."""
+    """Chunk -> (offset in it, length, CRC32C) of its parts that were written since it was written whole."""
 
     @property
     def is_complete(self) -> bool:
         return self.failure is None and b"\0" not in self.is_written.tobytes()
+
+    def wrote(self, offset: int, length: int, crc: int, combine: Callable[[int, int, int], int]) -> None:
+        """Record a slice that was written, within one chunk, and its checksum.
+
+        It replaces what was written there before. Where that was longer, the checksum of its remaining bytes
+        is unknown: the chunk is incomplete again, until all of its bytes were written again.
+        """
+        chunk, start = divmod(offset, self.chunk_bytes)
+        size_bytes = min(self.chunk_bytes, self.size_bytes - chunk * self.chunk_bytes)
+        whole: int | None = crc
+        if length == size_bytes:
+            self.pieces.pop(chunk, None)
+        else:
+            pieces = self.pieces.setdefault(chunk, [])
+            pieces[:] = [p for p in pieces if p[0] + p[1] <= start or p[0] >= start + length]
+            pieces.append((start, length, crc))
+            whole = tiled_checksum(pieces, size_bytes, combine)
+        self.is_written[chunk] = whole is not None
+        if whole is not None:
+            self.checksums[chunk] = whole
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -107,7 +127,8 @@ class PutGrant:
         complete = [one for one in self.targets if one.is_complete]
         if self.failure is None and not complete:
             missing = int(self.is_written.size - self.is_written.sum())
-            self.failure = Refusal("incomplete", f"{missing} chunks of {self.key!r} were not written")
+            what = "chunks were not written, or only in part since they were complete"
+            self.failure = Refusal("incomplete", f"{self.key!r}: {missing} {what}")
         if len(complete) == len(self.targets) == 1:
             return []
         # Replicas differ when the source changed between two transfers. The announced one counts.

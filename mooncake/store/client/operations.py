@@ -655,14 +655,17 @@ class Operations:
 
     def renew(self, grants: Sequence[ReadGrant], deadline: float) -> Operation[list[bool]]:
         """Extend leases. False: that replica is gone; stop reading before the old lease ends."""
-        ids = [grant.object_id for grant in grants]
-        replicas = [grant.replica for grant in grants]
-        message = m.Renew([grant.key for grant in grants], ids, self.tenant, replicas)
-        answer, _ = yield from self._ask(message, deadline)
-        for grant, flag in zip(grants, answer.reply.flags, strict=True):
-            if flag:
-                grant.expires_at = max(grant.expires_at, answer.asked_at + answer.reply.lease_s)
-        return [bool(flag) for flag in answer.reply.flags]
+        flags: list[bool] = []
+        for start in range(0, len(grants), m.MAX_KEYS):
+            part = grants[start : start + m.MAX_KEYS]
+            keys, ids = [grant.key for grant in part], [grant.object_id for grant in part]
+            message = m.Renew(keys, ids, self.tenant, [grant.replica for grant in part])
+            answer, _ = yield from self._ask(message, deadline)
+            for grant, flag in zip(part, answer.reply.flags, strict=True):
+                if flag:
+                    grant.expires_at = max(grant.expires_at, answer.asked_at + answer.reply.lease_s)
+            flags += map(bool, answer.reply.flags)
+        return flags
 
     def ask(self, message: msgspec.Struct, deadline: float) -> Operation[Any]:
         """Send any other message, repeatedly while the master can't be reached; returns the reply."""
@@ -740,25 +743,10 @@ class Operations:
                 self._account(places, part, moved.checksums)
 
     def _account(self, places: Sequence[PutTarget], part: SliceColumns, checksums: Checksums) -> None:
-        """Record the checksums of the written slices, chunk by chunk."""
-        offsets, lengths = part.offset.tolist(), part.length.tolist()
-        for index, offset, length, crc in zip(
-            part.grant.tolist(), offsets, lengths, checksums.tolist(), strict=True
-        ):
-            place = places[index]
-            chunk, start = divmod(offset, place.chunk_bytes)
-            size_bytes = min(place.chunk_bytes, place.size_bytes - chunk * place.chunk_bytes)
-            if length != size_bytes:
-                pieces = place.pieces.setdefault(chunk, [])
-                pieces[:] = [p for p in pieces if p[0] + p[1] <= start or p[0] >= start + length]
-                pieces.append((start, length, crc))
-                combined = tiled_checksum(pieces, size_bytes, self._combine)
-                place.is_written[chunk] = combined is not None
-                if combined is None:
-                    continue
-                crc = combined
-            place.checksums[chunk] = crc
-            place.is_written[chunk] = True
+        """Record the checksums of the written slices."""
+        columns = part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist()
+        for index, offset, length, crc in zip(*columns, strict=True):
+            places[index].wrote(offset, length, crc, self._combine)
 
     def _read(
         self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool = False

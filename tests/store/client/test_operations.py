@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from random import Random
@@ -464,7 +465,9 @@ def test_an_incomplete_put_is_given_up() -> None:
     grant = world.start_put("k", 250, 100)
     world.run(world.operations.write_ranges([grant], [0, 200], [0, 0], [100, 50], world.deadline))
     refusal = world.run(world.operations.end_puts([grant], world.deadline))[0]
-    assert refusal == Refusal("incomplete", "1 chunks of 'k' were not written")
+    assert refusal == Refusal(
+        "incomplete", "'k': 1 chunks were not written, or only in part since they were complete"
+    )
     assert world.voice.master.objects.writing == {}
 
 
@@ -552,6 +555,17 @@ def test_renewing_moves_the_end_of_the_lease() -> None:
     assert grant.expires_at == before + 3
 
 
+def test_more_leases_than_one_message_names_are_renewed_in_several() -> None:
+    world = World()
+    world.put(b"value")
+    grant = world.open_read("k0")
+    grants = [dataclasses.replace(grant) for _ in range(m.MAX_KEYS + 1)]
+    world.voice.keep_alive(3)
+    assert world.run(world.operations.renew(grants, world.deadline)) == [True] * len(grants)
+    assert {one.expires_at for one in grants} == {grant.expires_at + 3}
+    assert sent_types(world)[-2:] == [m.Renew, m.Renew]
+
+
 @given(
     size=st.integers(1, 400),
     chunk_bytes=st.integers(1, 150),
@@ -574,6 +588,45 @@ def test_parts_in_any_order_make_the_object(size: int, chunk_bytes: int, cuts: l
         assert world.run(world.operations.write_ranges([grant], *columns, world.deadline)) == [None]
     assert world.run(world.operations.end_puts([grant], world.deadline)) == [None]
     assert world.get("k") == [value]
+
+
+@given(
+    chunk_bytes=st.integers(1, 20),
+    writes=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40)), max_size=12),
+)
+def test_an_object_whose_put_is_acknowledged_has_what_was_written_last(
+    chunk_bytes: int, writes: list[tuple[int, int]]
+) -> None:
+    """Parts and whole chunks are written over each other, each time with other bytes."""
+    world = World()
+    grant = world.start_put("k", 40, chunk_bytes)
+    value = bytearray(40)
+    for number, (start, length) in enumerate(writes, 1):
+        length = min(length, 40 - start)
+        value[start : start + length] = bytes([number]) * length
+        world.local[:40] = value
+        columns = ([start], [start], [length])
+        assert world.run(world.operations.write_ranges([grant], *columns, world.deadline)) == [None]
+    (refusal,) = world.run(world.operations.end_puts([grant], world.deadline))
+    if refusal is None:
+        assert world.get("k") == [bytes(value)]
+    else:
+        assert refusal.code == "incomplete" and (0, 40) not in writes[-1:]
+
+
+def test_a_part_written_over_a_whole_chunk_makes_it_incomplete() -> None:
+    """The checksum of the chunk's other bytes is unknown, also if they were once written as a part."""
+    world = World()
+    grants = [world.start_put(key, 8, 8) for key in ("whole", "part")]
+    parts = [(0, 4, b"A"), (0, 8, b"B"), (4, 4, b"C"), (0, 4, b"D")]
+    for grant, num_writes in zip(grants, (4, 3), strict=True):
+        for start, length, content in parts[:num_writes]:
+            world.local[start : start + length] = content * length
+            columns = ([start], [start], [length])
+            world.run(world.operations.write_ranges([grant], *columns, world.deadline))
+    ended = world.run(world.operations.end_puts(grants, world.deadline))
+    assert ended[0] is None and world.get("whole") == [b"DDDDCCCC"]
+    assert isinstance(ended[1], Refusal) and ended[1].code == "incomplete"
 
 
 @given(st.binary(max_size=60), st.binary(max_size=60))
