@@ -642,12 +642,13 @@ class ObjectView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._view is not None:
-            self._view.release()
+        # First: the release raises BufferError while something still uses the bytes.
         if self._grant is not None:
             self._store.let_go(self._grant)
-            if kind is None:
-                _check_lease(self._grant)
+        if self._view is not None:
+            self._view.release()
+        if self._grant is not None and kind is None:
+            _check_lease(self._grant)
 
 
 class AsyncObjectView:
@@ -670,10 +671,10 @@ class AsyncObjectView:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()  # first, as in ``ObjectView``
         if self._view is not None:
             self._view.release()
-        if self._renewing is not None:
-            self._renewing.cancel()
         if self._grant is not None and kind is None:
             _check_lease(self._grant)
 

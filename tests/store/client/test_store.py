@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,34 @@ def test_two_replicas_in_parts_and_as_a_view(store: Store) -> None:
         with store.view(key) as data:
             assert data is not None and data == VALUE
     store.engine.unregister(source)
+
+
+def test_a_view_whose_bytes_are_in_use_at_its_end_is_not_kept_leased(store: Store) -> None:
+    assert store.put("viewed", VALUE) is None
+    view = store.view("viewed")
+    data = view.__enter__()
+    assert data is not None and len(store._keeper._grants) == 1
+    in_use = struct.iter_unpack("B", data)
+    with pytest.raises(BufferError):
+        view.__exit__(None, None, None)
+    assert store._keeper._grants == {}
+    assert next(in_use) == (VALUE[0],)
+
+
+async def test_an_asyncio_view_whose_bytes_are_in_use_at_its_end_is_not_kept_leased(
+    store: Store, processes: Processes
+) -> None:
+    assert store.put("viewed", VALUE) is None
+    async with AsyncStore(processes.address, settings=StoreSettings(timeout_s=20.0)) as other:
+        view = other.view("viewed")
+        data = await view.__aenter__()
+        assert data is not None and view._renewing is not None
+        in_use = struct.iter_unpack("B", data)
+        with pytest.raises(BufferError):
+            await view.__aexit__(None, None, None)
+        with pytest.raises(asyncio.CancelledError):
+            await view._renewing
+        assert next(in_use) == (VALUE[0],)
 
 
 def test_reads_that_need_not_be_checked(store: Store, processes: Processes) -> None:
