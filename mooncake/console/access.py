@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may see what in the console: visitors, their sessions, and which requests count as local.
 
-A process of this host may read without a key, because the operators' port shows it the same. Everyone else
-begins a session with a key. Two things look like a local process and are not: a web page of a foreign site
-whose name resolves to 127.0.0.1 (its Host header has that name), and a reverse proxy on this host (it
-forwards requests of others). Both need a key. Sessions are bounded in number and in age, are kept by the
-digest of their token, and hold the visitor's key, so that a key that was withdrawn ends them.
+A process of this host may read without a key where clients have no keys either. Everyone else begins a
+session with a key. Two things look like a local process and are not: a web page of a foreign site whose name
+resolves to 127.0.0.1 (its Host header has that name), and a reverse proxy on this host (it forwards requests
+of others). Both need a key, but a proxy is recognised only by the headers that it adds, and nginx adds
+none by default: so no address replaces a key at a gateway that has keys of clients. Sessions are
+bounded in number and in age, are kept by the digest of their token, and hold the visitor's key, so that a
+key that was withdrawn ends them.
 """
 
 from __future__ import annotations
@@ -125,7 +127,10 @@ class LoginFailures:
 
 
 def is_local(peer: str, headers: Mapping[str, str]) -> bool:
-    """Whether a request comes from a process of this host that means this host, without a proxy between."""
+    """Whether a request comes from a process of this host that means this host.
+
+    A proxy on this host that names neither itself nor its client looks the same.
+    """
     if not _is_loopback_address(peer) or any(name in headers for name in _FORWARDED):
         return False
     host = host_of(headers.get("host", ""))
@@ -134,16 +139,18 @@ def is_local(peer: str, headers: Mapping[str, str]) -> bool:
 
 def is_same_site(headers: Mapping[str, str]) -> bool:
     """Whether a request that changes something was made by a page of this server, or by no page at all."""
-    site = headers.get("sec-fetch-site", "same-origin")
+    site = headers.get("sec-fetch-site", "none")
     origin = headers.get("origin")
-    if site not in ("same-origin", "none"):
+    if site == "same-origin":
+        return True  # compared by the browser with the URL that it shows; a proxy may have rewritten Host
+    if site != "none":
         return False
     return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
 
 
 def is_equal(given: str, wanted: str) -> bool:
     """Compare secrets in constant time. Nothing equals an empty one."""
-    return bool(wanted) and hmac.compare_digest(given.encode(), wanted.encode())
+    return bool(wanted) and hmac.compare_digest(_bytes_of(given), _bytes_of(wanted))
 
 
 def host_of(authority: str) -> str:
@@ -168,4 +175,9 @@ def _is_loopback_address(text: str) -> bool:
 
 
 def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(_bytes_of(token)).digest()
+
+
+def _bytes_of(text: str) -> bytes:
+    """Bytes of what a visitor sent, which may have half of a surrogate pair."""
+    return text.encode(errors="surrogatepass")

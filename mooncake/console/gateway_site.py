@@ -168,7 +168,8 @@ async def gateway_pages(gateway: Gateway, app: FastAPI, operator_app: FastAPI) -
             raise ConsoleRefusal(answer.status, "action_refused", message_of(answer.json()))
         return str(answer.json()["message"])
 
-    gate = Gate(identify)
+    # A proxy on this host may look like a process of it: where clients have keys, everyone needs one.
+    gate = Gate(identify, has_readers=gateway.clients is None)
     add_frame(app, gate, GATEWAY_VIEWS, "overview")
     add_gateway_data(app, gate, source, recorder.history, store)
     add_store_data(app, gate, store)

@@ -89,10 +89,13 @@ class ConsoleRefusal(Exception):
 
 
 class Gate:
-    """Admits visitors, by session, by key, or because they are processes of this host."""
+    """Admits visitors, by session, by key, or because they are processes of this host.
 
-    def __init__(self, identify: Identify) -> None:
-        self._identify = identify
+    ``has_readers``: whether processes of this host may read without a key.
+    """
+
+    def __init__(self, identify: Identify, has_readers: bool = True) -> None:
+        self._identify, self._has_readers = identify, has_readers
         self._sessions = ConsoleSessions(lambda: secrets.token_urlsafe(32))
         self._failures = LoginFailures()
         self._reader_csrf = secrets.token_urlsafe(32)
@@ -143,7 +146,7 @@ class Gate:
         key = http.headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if key:
             return self._checked(http, key), None
-        if access.is_local(_peer(http), http.headers):
+        if self._has_readers and access.is_local(_peer(http), http.headers):
             return Visitor("reader"), None
         raise ConsoleRefusal(401, "login_required", "log in with a client's key or the admin key")
 

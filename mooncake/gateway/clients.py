@@ -271,7 +271,8 @@ def _decoded(suffix: str, text: str) -> Any:
 
 
 def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+    # A key in JSON may have half of a surrogate pair; it is a wrong key as any other.
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
 def _quotas(entry: ClientEntry) -> tuple[float, ...]:

@@ -56,6 +56,14 @@ def test_only_own_pages_are_of_the_same_site() -> None:
     assert not is_same_site({"host": "a:8000", "origin": "null"})
     assert not is_same_site({"host": "a:8000", "sec-fetch-site": "cross-site"})
     assert not is_same_site({"host": "a:8000", "sec-fetch-site": "same-site"})
+    assert not is_same_site({"host": "a:8000", "origin": "http://b", "sec-fetch-site": "none"})
+
+
+def test_browser_compares_the_origin_that_a_proxy_has_hidden() -> None:
+    rewritten = {"host": "127.0.0.1:8000", "x-forwarded-host": "a", "origin": "https://a"}
+    assert is_same_site({**rewritten, "sec-fetch-site": "same-origin"})
+    assert not is_same_site(rewritten), "a browser over plain HTTP does not say whose page it was"
+    assert not is_same_site({**rewritten, "sec-fetch-site": "cross-site"})
 
 
 def sessions() -> ConsoleSessions:
@@ -110,6 +118,11 @@ def test_addresses_with_wrong_keys_are_bounded() -> None:
 
 def test_an_empty_secret_equals_nothing() -> None:
     assert is_equal("a", "a") and not is_equal("a", "b") and not is_equal("", "")
+
+
+def test_secrets_that_are_not_valid_unicode_are_wrong_ones() -> None:
+    assert not is_equal("\ud800", "a")
+    assert sessions().find("\ud800", 0.0) is None
 
 
 def test_a_visitor_shows_no_key() -> None:

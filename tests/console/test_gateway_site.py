@@ -174,6 +174,7 @@ async def test_wrong_keys_are_soon_refused_unseen(console: ConsoleStack) -> None
         (b"[" * 4000, {}, 400),
         (b'{"key": 5}', {}, 401),
         (b"{}", {}, 401),
+        (rb'{"key": "\ud800"}', {}, 401),
         (b'{"key": "x"}', {"Content-Type": "text/plain"}, 415),
         (b'{"key": "' + b"x" * (1 << 15) + b'"}', {}, 413),
         (b'{"key": "x"}', {"Sec-Fetch-Site": "cross-site"}, 403),
@@ -212,6 +213,30 @@ async def test_what_if_says_when_it_is_not_available(console: ConsoleStack) -> N
 
 
 # --- clients with keys
+
+
+@pytest.mark.parametrize("name", [*DATA, "store", "key", "request", "session"])
+async def test_a_process_of_this_host_needs_a_key_where_clients_have_keys(
+    shared: ConsoleStack, name: str
+) -> None:
+    """nginx on this host, as it is by default, sends exactly this for a client from anywhere."""
+    status, found = await shared.browser().get(f"/console/{name}.json?id=x&key=x")
+    assert status == 401 and found["error"]["code"] == "login_required"
+    assert (await shared.browser().get(f"/console/{name}.json?id=x&key=x", X_API_Key=ADMIN_KEY))[0] != 401
+
+
+async def test_login_through_a_proxy_that_replaces_host(shared: ConsoleStack) -> None:
+    fields = {"X-Forwarded-Host": "console.example", "Origin": "https://console.example"}
+    proxied = shared.browser(Host="127.0.0.1:8000", **fields, **{"Sec-Fetch-Site": "same-origin"})
+    assert (await proxied.login(CLIENT_KEYS["alice"]))[0] == 200
+
+
+async def test_wrong_keys_that_are_not_valid_unicode_are_counted(shared: ConsoleStack) -> None:
+    browser = shared.stranger()
+    sent = [
+        await browser.send("POST", "/console/session", {"key": "\ud800"}) for _ in range(MAX_FAILURES + 1)
+    ]
+    assert [status for status, _, _ in sent] == [401] * MAX_FAILURES + [429]
 
 
 async def complete_as(stack: ConsoleStack, name: str) -> str:

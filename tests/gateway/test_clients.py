@@ -152,6 +152,12 @@ def test_a_new_file_keeps_answers_in_progress() -> None:
     assert client.num_in_flight == 1
 
 
+def test_a_key_that_is_not_valid_unicode_is_a_wrong_one() -> None:
+    with pytest.raises(ApiError) as refused:
+        Clients([ClientEntry("n", ANNA)], 0.0).of({"authorization": "Bearer \ud800"})
+    assert (refused.value.status, refused.value.detail.code) == (401, "invalid_api_key")
+
+
 def bearer_lower(key: str) -> dict[str, str]:
     return {name.lower(): value for name, value in bearer(key).items()}
 
