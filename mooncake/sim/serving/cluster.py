@@ -261,6 +261,9 @@ class ServingCluster:
         self.decode_costs = cluster.decode_node_costs
         self.kernel = Kernel(seed)
         self.conductor = Conductor(settings, Random(seed), cluster.models)
+        is_before_decode = cluster.mode == "disaggregated" and self.costs.decode_makes_first_token
+        self.delivery_s = 0.0 if is_before_decode else self.costs.first_token_s
+        """From a token's making to the client. Where decode makes the first token, that time precedes it."""
         self.recorder = Recorder()
         self.sampler = TimelineSampler(self.kernel, self.recorder, cluster.sample_s, progress)
         self._objectives = objectives
@@ -373,18 +376,24 @@ class ServingCluster:
     def done(self, request: SimRequest, at: float) -> None:
         """The last token was made at ``at``."""
         number, recorder = request.number, self.recorder
-        ttft_s = request.first_token_at - request.arrived_at
+        ttft_s = request.first_token_at + self.delivery_s - request.arrived_at
         recorder.status[number] = DONE
         recorder.ttft_s[number] = ttft_s
-        recorder.e2e_s[number] = at - request.arrived_at
+        recorder.e2e_s[number] = at + self.delivery_s - request.arrived_at
         recorder.tbt_s[number] = request.tbt_s
         num_intervals = request.num_output - 1
         recorder.tbt_mean_s[number] = (at - request.first_token_at) / num_intervals if num_intervals else 0.0
-        self.sampler.num_open -= 1
         self.post(Finished(request.request_id, request.num_output, ttft_s, request.tbt_s, True))
         slo_ttft_s, slo_tbt_s = self._objectives
         if (slo_ttft_s and ttft_s > slo_ttft_s) or (slo_tbt_s and request.tbt_s > slo_tbt_s):
             self._note_missed()
+        if self._loop is not None and self.delivery_s:  # the session goes on when it has its answer
+            self.kernel.call_at(self.kernel.now + self.delivery_s, self._delivered, request)
+        else:
+            self._delivered(request)
+
+    def _delivered(self, request: SimRequest) -> None:
+        self.sampler.num_open -= 1
         self._go_on(request)
 
     def fail(self, request: SimRequest) -> None:

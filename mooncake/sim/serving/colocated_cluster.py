@@ -427,7 +427,7 @@ class ColocatedCluster(ServingCluster):
 
     def _prefilled(self, request: SimRequest, at: float) -> None:
         number, recorder, node = request.number, self.recorder, self.nodes[request.decode]
-        recorder.ttft_s[number] = at - request.arrived_at
+        recorder.ttft_s[number] = at + self.delivery_s - request.arrived_at
         recorder.prefill_gpu_s[number] = request.computed_s
         self._post_blocks(node)
         num_computed = request.num_input - request.cached_tokens

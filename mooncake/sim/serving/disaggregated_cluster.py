@@ -321,8 +321,9 @@ class DisaggregatedCluster(ServingCluster):
 
     def _prefilled(self, request: SimRequest) -> None:
         now, node = self.kernel.now, self.prefill[request.prefill]
-        request.first_token_at = now + self.costs.first_token_s
-        self.recorder.ttft_s[request.number] = request.first_token_at - request.arrived_at
+        # Decode may join no sooner than this where it makes the first token.
+        request.first_token_at = now + self.costs.first_token_s - self.delivery_s
+        self.recorder.ttft_s[request.number] = request.first_token_at + self.delivery_s - request.arrived_at
         self.post_block_events(node.id, node.cache)
         fact = self._measured(request) if self.measures(node.id) else Prefilled(request.request_id)
         for effect in self.post(fact):

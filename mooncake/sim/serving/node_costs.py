@@ -50,7 +50,8 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reuse_s: Annotated[float, Meta(ge=0)] = 0.0
     "Fixed cost of using a cached prefix."
     first_token_s: Annotated[float, Meta(ge=0)] = 0.0
-    "From a prompt's last computed layer to the client's first token; its prefill instance is free by then."
+    """From a prompt's last computed layer to the client's first token; its prefill instance is free by then.
+    Later tokens take as long to the client."""
     decode_makes_first_token: bool = False
     "Whether a step of decode makes the first token (our workers); `first_token_s` ends before that step."
     num_gpus: Count = 1

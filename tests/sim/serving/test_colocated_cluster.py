@@ -53,6 +53,14 @@ def test_the_next_turn_is_sent_after_the_answer_and_its_pause() -> None:
     assert results.arrival_s[2] - ends_s[1] == pytest.approx(5.0)
 
 
+def test_the_next_turn_is_sent_when_the_client_has_the_answer() -> None:
+    results = run(
+        one_session(Turn(0, 640, 3), Turn(643, 64, 2, 7.0), Turn(709, 64, 2, 5.0)), first_token_s=0.5
+    )
+    assert results.arrival_s[2] - (results.arrival_s + results.e2e_s)[1] == pytest.approx(5.0)
+    assert (results.e2e_s >= results.ttft_s).all()
+
+
 def test_a_turn_finds_the_answer_before_it_in_the_engine_s_cache() -> None:
     # Two nodes in turn: only the third request comes where the first was.
     loop = one_session(Turn(0, 640, 33), Turn(673, 64, 33, 1.0), Turn(770, 64, 2, 1.0))

@@ -102,6 +102,18 @@ def test_decode_makes_the_first_token_after_the_handover(detail: str) -> None:
     assert outcome.tbt_s == pytest.approx([0.1, 0.1, 0.1, 0.0], rel=1e-3)
 
 
+def test_what_delays_the_first_token_delays_all_and_no_interval() -> None:
+    rows = [*prompts(3, every_s=20.0, num_output=4), TraceRow(100.0, BLOCK, 1, (1000,))]
+    late = msgspec.structs.replace(ROOMY, first_token_s=0.5)
+    for mode in ("disaggregated", "chunked", "vllm"):
+        plain, delayed = (simulate(rows, spec(costs=costs, mode=mode)) for costs in (ROOMY, late))
+        assert delayed.ttft_s == pytest.approx(plain.ttft_s + 0.5), mode
+        assert delayed.e2e_s == pytest.approx(plain.e2e_s + 0.5), mode
+        assert (delayed.e2e_s >= delayed.ttft_s).all(), mode
+        assert delayed.tbt_s == pytest.approx(plain.tbt_s), mode
+        assert delayed.tbt_mean_s == pytest.approx(plain.tbt_mean_s), mode
+
+
 def test_each_node_has_its_own_memory() -> None:
     long = prompts(1, 1.0, num_blocks=100)  # 25,600 tokens
     assert simulate(long, spec(costs=COSTS), "load").status.tolist() == [FAILED]
