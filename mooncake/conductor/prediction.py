@@ -391,6 +391,9 @@ _NUM_BUCKETS = 24 * _BUCKETS_PER_DOUBLING
 _HALVE_AT = 4096
 _TRUSTED_ANSWERS = 16
 _MAX_SCOPES = 1024
+_FIRST_GUESS = 512
+"""Tokens of an answer of which only the client's limit is known. Limits are often the model's context, and no
+work: taken as the length, one of them is booked as the load of a whole pool."""
 
 
 class LengthHistogram:
@@ -442,7 +445,7 @@ class OutputLengths:
     def expected(self, scope: str, at_most: int) -> int:
         """Expected tokens of the next answer; 0 when nothing is known. ``at_most`` 0: no bound is known."""
         mean = round(self.of(scope).mean)
-        return min(mean or at_most, at_most) if at_most else mean
+        return min(mean or _FIRST_GUESS, at_most) if at_most else mean
 
 
 # --- all estimates, and their accuracy

@@ -231,11 +231,13 @@ class LoadMeasured:
 class Requirement:
     """What a pool needs for the load of an instant, which a caller varies by a factor."""
 
-    def __init__(self, now: PoolNow, utilization: float) -> None:
+    def __init__(self, now: PoolNow, utilization: float, most: int = 1 << 14) -> None:
+        """``most``: limit of the numbers that are tried. A load may be wrong by any factor, and the formula
+        takes a step for each instance."""
         self.load = 0.0
         "Work that arrives, in instances that would do nothing else."
         self.error = 0.0
-        self._now, self._utilization = now, utilization
+        self._now, self._utilization, self._most = now, utilization, most
         self._prompts: LoadMeasured | None = None
         self._answers = 0.0
         "Requests that decode at a time, at the longest step that is allowed."
@@ -271,9 +273,9 @@ class Requirement:
         return (self._prompts.slo_s if self._prompts else 0.0) or WAIT_WITHOUT_SLO_S
 
     def least(self, factor: float = 1.0) -> int:
-        """The smallest number of instances for ``factor`` times the load."""
-        num = max(1, math.ceil(factor * self.load / self._utilization - 1e-9))
-        while self._lack(num, factor):
+        """The smallest number of instances for ``factor`` times the load, or the limit of what is tried."""
+        num = max(1, math.ceil(min(self._most, factor * self.load / self._utilization - 1e-9)))
+        while num < self._most and self._lack(num, factor):
             num += 1
         return num
 
@@ -345,6 +347,15 @@ class _Pool:
         "Since when as many as desired are serving."
         self.too_few: _TooFew | None = None
 
+    def most(self, there: PoolNow) -> int:
+        """One more than can be desired in the next step: more need not be told apart."""
+        return _step(max([there.num_serving + there.num_starting, *(num for _, num in self.past)])) + 1
+
+
+def _step(base: int) -> int:
+    """The most instances that may be desired where ``base`` were ``_STEP_S`` ago."""
+    return max(2 * base, base + _LEAST_STEP)
+
 
 class ScalingSignal:
     """The signal of all pools. ``offered`` and its like record; ``decide`` decides, every ``INTERVAL_S``."""
@@ -393,7 +404,7 @@ class ScalingSignal:
         changes = []
         for role, pool_now in pools.items():
             pool = self._pools.setdefault(role, _Pool(now))
-            needs = Requirement(pool_now, self._settings.scaling_utilization)
+            needs = Requirement(pool_now, self._settings.scaling_utilization, pool.most(pool_now))
             if role is WorkerRole.PREFILL or len(pools) == 1:
                 needs.add_prompts(prompts)
             if role is WorkerRole.DECODE or len(pools) == 1:
@@ -449,9 +460,9 @@ class ScalingSignal:
         if pool.past:
             desired = max(desired, (max(num for _, num in pool.past) + 1) // 2)
         base = next((num for at, num in pool.past if at >= now - _STEP_S), num_present)
-        most = max(2 * base, base + _LEAST_STEP)
+        most = _step(base)
         if desired > most:
-            desired, why = most, f"{why}; {desired} are needed, and {most} are the most for this step"
+            desired, why = most, f"{why}; more are needed than {most}, the most for this step"
         if now - pool.since < _SETTLED_S and not pool.desired:
             return  # instances may still be reported one after the other
         if desired != pool.desired:

@@ -321,6 +321,14 @@ def test_a_new_scope_is_estimated_from_all() -> None:
     assert (lengths.expected("chat", 0), lengths.expected("tools", 0)) == (400, 20)
 
 
+def test_a_limit_is_no_expected_length() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("new", 512) == 512
+    assert lengths.expected("new", 131_072) == lengths.expected("new", 2**63 - 1) == 512
+    lengths.add("new", 2000)
+    assert lengths.expected("new", 131_072) == 2000
+
+
 def test_scopes_that_are_not_seen_again_are_forgotten() -> None:
     lengths = OutputLengths()
     for _ in range(20):

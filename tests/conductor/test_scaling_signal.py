@@ -190,6 +190,20 @@ def test_a_step_is_limited() -> None:
     assert changes[-1].after == needs(prompts(60.0)).least()
 
 
+def test_no_more_numbers_are_tried_than_can_be_desired() -> None:
+    """A load may be wrong by any factor, and Erlang's formula takes a step for each instance."""
+    for load in (1e4, math.inf):
+        requirement = Requirement(PoolNow(1, 0), 0.85, 20)
+        requirement.add_prompts(prompts(load))
+        assert requirement.least() == 20
+    signal = ScalingSignal(SchedulingSettings())
+    decided(signal, 0.0, WARM_S, 0.5, 1)
+    pools = {PREFILL: PoolNow(1, 0), DECODE: PoolNow(2, 0, step=STEP)}
+    signal.answer_offered(1e8, 1000.0, 0.0, WARM_S)
+    [change] = [one for one in signal.decide(pools, WARM_S) if one.role is DECODE]
+    assert change.after == 5 and "more are needed than 5, the most for this step" in change.reason
+
+
 def test_a_standing_queue_adds_one_when_all_serve_and_it_is_remembered() -> None:
     signal = ScalingSignal(SchedulingSettings())
     decided(signal, 0.0, WARM_S, 2.0, 4)
