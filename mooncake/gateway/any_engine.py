@@ -558,7 +558,7 @@ class ProxiedRequest(PlacedRequest):
         """Yield whole events; the first piece has all up to the first token."""
         held: list[bytes] | None = []
         has_ended = False
-        events = self._workers.named_events(decision.decode, self._path, body, headers)
+        events = self._workers.named_events(decision.decode, self._path, body, headers, self.api.openings)
         try:
             async with contextlib.aclosing(events):
                 async for event in events:

@@ -160,7 +160,7 @@ class GatewaySettings(ServingSettings):
     "How long one answer may take, prefill and decode together."
 
     stall_timeout_s: Seconds = 120.0
-    "A worker that sends nothing for this long counts as failed, even if it answers health probes."
+    "A worker that sends nothing for this long within a stream counts as failed, though it answers probes."
 
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413 before it is read."
@@ -353,6 +353,11 @@ class Gateway:
             return "inside this gateway"
         assert isinstance(self._service, RemoteConductor)
         return self._service.describe()
+
+    @property
+    def conductors(self) -> list[ConductorReach]:
+        """The conductors outside of this process; none where it runs its own."""
+        return self._service.conductors if isinstance(self._service, RemoteConductor) else []
 
     async def start(self) -> None:
         settings = self.settings

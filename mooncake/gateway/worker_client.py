@@ -7,14 +7,19 @@ sent may not be continued, and a request that was *refused* (4xx) would be refus
 know which worker is next. Foreign exceptions of the HTTP client are translated here and nowhere else.
 
 Silence alone does not distinguish a long prompt from a dead process. After a while without a byte the
-worker's health is probed beside the call: no answer means failed; an answer extends the wait, up to a limit.
+worker's health is probed beside the call: no answer means failed, an answer extends the wait. How long that
+may be is the caller's deadline while nothing of an answer is there, since it may queue, and may be computed
+as a whole; a stream that has begun has a limit. The probe has a connection of its own: one whose other end no
+longer exists is found by the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+import math
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import aiohttp
@@ -33,7 +38,8 @@ from mooncake.http.openai import (
     ModelList,
     Usage,
 )
-from mooncake.http.sse import EventParser
+from mooncake.http.sse import EventParser, name_of
+from mooncake.rpc.client import keep_alive
 from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
 
@@ -106,7 +112,11 @@ class WorkerClient:
     """The HTTP client side of every worker. ``open`` it on the loop where it is used."""
 
     def __init__(self, stall_timeout_s: float, caller: HttpClientAuth | None = None) -> None:
-        """``caller``: sends the requests; by default with this process's identity."""
+        """
+        Args:
+            stall_timeout_s: limit of the silence in a stream that has begun.
+            caller: sends the requests; by default with this process's identity.
+        """
         self._stall_timeout_s = stall_timeout_s
         self._caller = caller or HttpClientAuth()
         self._session: aiohttp.ClientSession | None = None
@@ -114,7 +124,9 @@ class WorkerClient:
     async def open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         # Shorter than a worker keeps idle connections: a request must not use a connection that is closing.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=self._caller.tls or True)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=2.0, ssl=self._caller.tls or True, socket_factory=_socket
+        )
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
 
     async def close(self) -> None:
@@ -175,24 +187,35 @@ class WorkerClient:
     ) -> AsyncGenerator[bytes, None]:
         """Yield the data of a stream's events, up to and including its ``[DONE]``. Raises as ``complete``."""
         async with self._post(instance, path, body, headers) as response:
-            parser = EventParser()
+            parser, has_begun = EventParser(), False
             while True:
-                data = await self._next(instance, response.content)
+                data = await self._next(instance, response.content, has_begun)
                 if not data:
                     raise WorkerFailed(instance, "its stream ended before the answer did")
                 for event in parser.feed(data):
+                    has_begun = True
                     yield event
                     if event == DONE:
                         return
 
     async def named_events(
-        self, instance: InstanceId, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+        self,
+        instance: InstanceId,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        openings: Collection[str] = (),
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a stream's events as they were sent, until the engine ends it. Raises as ``complete``."""
+        """Yield a stream's events as they were sent, until the engine ends it. Raises as ``complete``.
+
+        ``openings``: names of events that are sent before the first token.
+        """
         async with self._post(instance, path, body, headers) as response:
-            parser = EventParser()
-            while data := await self._next(instance, response.content):
+            parser, has_begun = EventParser(), False
+            while data := await self._next(instance, response.content, has_begun):
                 for event in parser.whole(data):
+                    name = name_of(event)
+                    has_begun = has_begun or bool(name and name not in openings)
                     yield event
             if parser.rest:
                 yield parser.rest
@@ -262,40 +285,35 @@ class WorkerClient:
     async def _while_alive(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
         """Await ``call`` while the worker seems alive."""
         waiting = asyncio.ensure_future(call)
-        waited_s = 0.0
         try:
             while True:
-                pause_s = self._pause_s(waited_s)
-                done, _ = await asyncio.wait({waiting}, timeout=pause_s)
+                done, _ = await asyncio.wait({waiting}, timeout=SILENCE_BEFORE_PROBE_S)
                 if done:
                     return waiting.result()
-                waited_s += pause_s
-                await self._check_alive(instance, waited_s)
+                await self.get(instance, "/health")
         finally:
             if not waiting.done():
                 waiting.cancel()
                 await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _next(self, instance: InstanceId, content: aiohttp.StreamReader) -> bytes:
-        """Like ``_while_alive``, for reads, which can be cancelled and restarted: no task per token."""
+    async def _next(self, instance: InstanceId, content: aiohttp.StreamReader, has_begun: bool) -> bytes:
+        """Like ``_while_alive``, for reads, which can be cancelled and restarted: no task per token.
+
+        ``has_begun``: whether a part of the stream is there, and the silence has a limit.
+        """
+        limit_s = self._stall_timeout_s if has_begun else math.inf
         waited_s = 0.0
         while True:
-            pause_s = self._pause_s(waited_s)
+            # A limit shorter than the probe's interval decides alone.
+            pause_s = min(SILENCE_BEFORE_PROBE_S, limit_s - waited_s)
             try:
                 async with asyncio.timeout(pause_s):
                     return await content.readany()
             except TimeoutError:
                 waited_s += pause_s
-            await self._check_alive(instance, waited_s)
-
-    def _pause_s(self, waited_s: float) -> float:
-        # A limit shorter than the probe's interval decides alone.
-        return min(SILENCE_BEFORE_PROBE_S, self._stall_timeout_s - waited_s)
-
-    async def _check_alive(self, instance: InstanceId, waited_s: float) -> None:
-        if waited_s >= self._stall_timeout_s:
-            raise WorkerFailed(instance, f"stalled: not a byte for {self._stall_timeout_s:g} s")
-        await self.get(instance, "/health")
+            if waited_s >= limit_s:
+                raise WorkerFailed(instance, f"stalled: not a byte for {limit_s:g} s")
+            await self.get(instance, "/health")
 
     async def get(self, instance: InstanceId, path: str, headers: Mapping[str, str] | None = None) -> bytes:
         """The body of a GET that is answered quickly or fails. Raises WorkerFailed."""
@@ -312,3 +330,15 @@ class WorkerClient:
             raise WorkerFailed(instance, f"GET {path} was not answered within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise WorkerFailed(instance, f"GET {path} failed: {error}") from error
+
+
+def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:
+    """A socket for a connection to a worker, which the kernel ends when the other end no longer exists.
+
+    A worker's host that restarts, or a firewall that forgets the connection, would leave a call waiting for
+    bytes that nothing sends, while the worker answers every probe.
+    """
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    keep_alive(made)
+    return made
