@@ -126,14 +126,23 @@ def put(
     if not content:
         fail(f"{name} is empty; an object needs at least one byte")
     with opened(master, tenant, timeout_s=60.0) as store:
-        is_there = not replace and store.inspect([key])[0] is not None
+        before = None if replace else store.inspect([key])[0]
         with waiting(f"storing {size_text(len(content))}"):
             refusal = store.put(key, content, policy, replace=replace)
-    if refusal is not None:
-        fail(str(refusal))
-    if is_there:
+        if refusal is not None:
+            fail(str(refusal))
+        is_others = not replace and _is_others(store.inspect([key])[0], before, len(content))
+    if is_others:
         shown = one_line(key, sys.stderr)
         print(f"{shown} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
+
+
+def _is_others(found: m.ObjectStatus | None, before: m.ObjectStatus | None, size_bytes: int) -> bool:
+    """Whether ``found`` after a put of ``size_bytes`` is not what was put: it was there ``before``, perhaps
+    while it was being written, or another client stored it in between."""
+    if found is None or found.is_writing:
+        return False  # what was stored, by whomever, is gone
+    return found.size_bytes != size_bytes or (before is not None and found.object_id == before.object_id)
 
 
 def get(
@@ -362,6 +371,8 @@ def _lines(one: m.ObjectStatus | None) -> list[str]:
 
 
 VERIFY_BATCH_KEYS = 64
+LISTED_KEYS = 30_000
+"""Number of keys to list at a time: half of what a message holds if all have the greatest length."""
 POLL_EVERY_S = 0.2
 TOP_EVERY_S = 1.0
 
@@ -444,11 +455,11 @@ def verify(
     if bool(keys) + bool(prefix) + everything != 1:
         raise InvalidArgument("verify", keys or prefix or "nothing", "keys, or --prefix, or --all")
     with opened(master, tenant, timeout_s=60.0) as store:
-        names = list(keys or store.ask(m.ListKeys(prefix, 1 << 31, store.settings.tenant)).keys)
         verdicts: dict[str, bool | None] = {}
-        waiting = iter(names)
+        num_keys = len(keys) if keys else _num_objects(store, prefix)
+        waiting = iter(keys or _all_keys(store, prefix, num_keys))
         with progress_bar() as progress:
-            task = progress.add_task("verifying", total=len(names))
+            task = progress.add_task("verifying", total=num_keys)
             while part := list(islice(waiting, VERIFY_BATCH_KEYS)):
                 verdicts |= zip(part, store.verify(part), strict=True)
                 progress.update(task, advance=len(part))
@@ -465,6 +476,19 @@ def verify(
         print(f"{len(verdicts) - len(wrong) - len(missing)} good, {len(wrong)} wrong{gone}")
     if wrong or (keys and missing):
         raise SystemExit(1)
+
+
+def _num_objects(store: Store, prefix: str) -> int:
+    found: m.Prefixes = store.ask(m.ListPrefixes(prefix, 0, 1, tenant=store.settings.tenant))
+    return sum(num_objects for _, num_objects, _ in found.rows)
+
+
+def _all_keys(store: Store, prefix: str, num_keys: int) -> Iterator[str]:
+    """All keys with a prefix, about ``num_keys``, in parts that fit into a message each."""
+    num_parts = num_keys // LISTED_KEYS + 1
+    for part in range(num_parts):
+        listing = m.ListKeys(prefix, 1 << 31, store.settings.tenant, num_parts, part)
+        yield from store.ask(listing).keys
 
 
 def repair(

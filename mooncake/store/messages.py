@@ -545,6 +545,10 @@ class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag="list_keys"):
     prefix: str
     limit: int
     tenant: str = ""
+    num_parts: int = 1
+    """The keys are divided into as many equal parts, for more of them than one message holds."""
+    part: int = 0
+    """The part that is listed. A key is always in the same one, whatever is put or removed meanwhile."""
 
 
 class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):

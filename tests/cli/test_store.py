@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from mooncake.cli import main, output
+from mooncake.cli import main, output, store
 from mooncake.cli.certs import CertsSettings, derive_key, make_cluster_key
 from mooncake.errors import InvalidArgument
 from mooncake.security import Identity, SecuritySettings, install_identity
-from mooncake.store import Store
+from mooncake.store import PutGrant, Store
 from mooncake.store import messages as m
 from tests.store.test_daemon import daemon
 
@@ -90,6 +90,51 @@ def test_put_get_ls_stat_rm(run: Run, tmp_path: Path) -> None:
     assert run("rm", "a/1", "--force").returncode == 0
     assert run("rm", "--match", "^a/", "--force").stdout == b"1 removed\n"
     assert run("ls", "a/").stdout == b""
+
+
+def test_put_says_whether_the_content_was_stored(
+    run: Run, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect = Store.inspect
+
+    def during_the_first_look(change: Callable[[Store], object]) -> None:
+        """What another client does between the look at the key and the put."""
+        is_first = True
+
+        def looked(client: Store, keys: list[str]) -> list[m.ObjectStatus | None]:
+            nonlocal is_first
+            found, was_first, is_first = inspect(client, keys), is_first, False
+            if was_first:
+                change(other)
+            return found
+
+        monkeypatch.setattr(Store, "inspect", looked)
+
+    def begin_put(client: Store) -> PutGrant:
+        (grant,) = client.start_puts(["said"], [2], 4096)
+        assert isinstance(grant, PutGrant)
+        return grant
+
+    def end_put(client: Store) -> None:
+        source = client.engine.allocate(4096, huge_pages=False)
+        assert client.write_ranges([begun], [0], [source.address], [2]) == [None]
+        assert client.end_puts([begun]) == [None]
+
+    with Store(address) as other:
+        begun = begin_put(other)
+        during_the_first_look(lambda client: client.abort_puts([begun]))
+        assert run("put", "said", content=b"me").stderr == b"", "nobody had stored it"
+        assert other.get("said") == b"me" and other.remove(["said"], force=True) == [True]
+        begun = begin_put(other)
+        during_the_first_look(end_put)
+        found = run("put", "said", content=b"me")
+        assert found.returncode == 0 and b"was left unchanged" in found.stderr
+        assert other.get("said") == bytes(2) and other.remove(["said"], force=True) == [True]
+        during_the_first_look(lambda client: client.put("said", b"others"))
+        assert b"was left unchanged" in run("put", "said", content=b"me").stderr
+        during_the_first_look(lambda client: client.remove(["said"], force=True))
+        assert run("put", "said", content=b"me").stderr == b"", "the old one was removed meanwhile"
+        assert other.get("said") == b"me" and other.remove(["said"], force=True) == [True]
 
 
 def test_ls_shows_prefixes_as_a_tree(run: Run) -> None:
@@ -185,6 +230,26 @@ def test_verify_finds_what_is_wrong(run: Run, address: str) -> None:
     assert missing.returncode == 1 and b"not found: v/9" in missing.stdout
     with Store(address) as store:
         assert store.remove_matching("^v/", force=True) == 3
+
+
+def test_verify_lists_many_keys_in_parts(run: Run, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LISTED_KEYS", 10)
+    sent: list[m.ListKeys] = []
+    ask = Store.ask
+
+    def noted(client: Store, message: Any) -> Any:
+        if isinstance(message, m.ListKeys):
+            sent.append(message)
+        return ask(client, message)
+
+    monkeypatch.setattr(Store, "ask", noted)
+    with Store(address) as client:
+        keys = [f"v/{number}" for number in range(35)]
+        assert client.put_batch(keys, [b"good"] * 35) == [None] * 35
+        found = json.loads(run("verify", "--prefix", "v/", "--json").stdout)
+        assert found == dict.fromkeys(keys, True)
+        assert [(one.num_parts, one.part) for one in sent] == [(4, part) for part in range(4)]
+        assert client.remove_matching("^v/", force=True) == 35
 
 
 def test_top_shows_the_nodes(run: Run) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
 from typing import cast
 
@@ -70,13 +71,16 @@ class Introspection:
     def list_keys(self, message: m.ListKeys, event: Received, now: float) -> m.Keys | Failure | None:
         if "\0" in message.tenant or "\0" in message.prefix:
             return m.Keys([])  # such a prefix would name another tenant's keys
-        start = scoped(message.tenant, message.prefix)
+        start, num_parts = scoped(message.tenant, message.prefix), message.num_parts
+        if not 0 <= message.part < num_parts:
+            return Failure("invalid_argument", f"part {message.part} of {num_parts}: they count from 0")
         found: list[str] = []
 
         def visit(key: ObjectKey, now: float) -> int | None:
             if len(found) >= message.limit:
                 return None
-            if key.startswith(start) and ("\0" in key) is ("\0" in start):
+            is_of_part = num_parts == 1 or zlib.crc32(key.encode()) % num_parts == message.part
+            if is_of_part and key.startswith(start) and ("\0" in key) is ("\0" in start):
                 stored = self._catalog.objects.readable.get(key)
                 if stored is not None and stored.is_visible:
                     found.append(split_scoped(key)[1])

@@ -48,6 +48,19 @@ def test_keys_are_listed_by_prefix_and_tenant_and_grant_no_lease(voice: Voice) -
     assert voice.say(m.ListKeys("", 10)).keys == [], "what can't be read is not there"
 
 
+def test_the_parts_of_a_listing_have_every_key_once_whatever_is_removed_meanwhile(voice: Voice) -> None:
+    voice.mount(size_bytes=1 << 20)
+    keys = [f"kv/{number}" for number in range(100)]
+    voice.put(*keys, "other", size_bytes=1)
+    parts = [voice.say(m.ListKeys("kv/", 1000, "", 4, part)).keys for part in range(4)]
+    assert sorted(key for part in parts for key in part) == sorted(keys)
+    assert all(10 < len(part) < 50 for part in parts), "they are of about the same size"
+    assert voice.remove(parts[0][0]) is True
+    assert voice.say(m.ListKeys("kv/", 1000, "", 4, 3)).keys == parts[3]
+    for num_parts, part in ((4, 4), (4, -1), (0, 0)):
+        assert voice.say(m.ListKeys("", 10, "", num_parts, part)).code == "invalid_argument"
+
+
 def test_an_inspection_is_complete_and_counts_as_no_use(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.put("p", tenant="red")
