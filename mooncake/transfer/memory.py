@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
+import fcntl
 import itertools
 import mmap
 import operator
 import re
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mooncake import _native
 from mooncake.errors import InvalidArgument
 
 _NUMPY = (np.ndarray, np.generic)
@@ -26,6 +30,18 @@ _NUMPY = (np.ndarray, np.generic)
 _msync = ctypes.PyDLL(None).msync
 """Called with the interpreter's lock, because it waits for nothing here."""
 _msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_madvise = ctypes.PyDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+"""Advice that touches every page of a range, as a read or a write of it would; since Linux 5.14."""
+POPULATED_BYTES = 64 << 10
+"""Largest range whose pages are touched in order to check it; of a larger one, the mappings are checked."""
+_READABLE, _WRITABLE = 1, 2
+_PROCMAP_QUERY = 0xC0686611
+"""Request for the mapping that contains an address, from /proc/self/maps; since Linux 6.11."""
+_PROCMAP_BYTES = 104
 
 
 class SpanIndex:
@@ -164,6 +180,65 @@ def is_mapped(address: int, size: int) -> bool:
         return False
     start = address & -mmap.PAGESIZE
     return bool(_msync(start, address + size - start, 1) == 0)  # MS_ASYNC: checks, writes nothing
+
+
+def is_readable(address: int, size: int) -> bool:
+    """Whether the processor may read all of the range, which it may not where device memory is mapped."""
+    return _permits(address, size, _READABLE, _POPULATE_READ)
+
+
+def is_writable(address: int, size: int) -> bool:
+    """Whether the processor may write all of the range; a mapped file may be read-only."""
+    return _permits(address, size, _WRITABLE, _POPULATE_WRITE)
+
+
+def _permits(address: int, size: int, permission: int, populate: int) -> bool:
+    if address <= 0 or size <= 0 or address + size > 1 << 57:
+        return False
+    start, end = address & -mmap.PAGESIZE, address + size
+    if end - start <= POPULATED_BYTES:  # then it takes little longer than ``msync``
+        if _madvise(start, end - start, populate) == 0:
+            return True
+        if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+            return False
+    try:
+        return _mappings_permit(start, end, permission)
+    except OSError:  # there is no /proc
+        return is_mapped(address, size)
+
+
+def _mappings_permit(start: int, end: int, permission: int) -> bool:
+    """Whether mappings with ``permission`` cover the range. Raises OSError: /proc cannot be read."""
+    with open("/proc/self/maps", "rb", buffering=0) as maps:  # not kept open: a child has mappings of its own
+        query = bytearray(_PROCMAP_BYTES)
+        while start < end:
+            struct.pack_into("<QQQ", query, 0, _PROCMAP_BYTES, permission, start)
+            try:
+                fcntl.ioctl(maps, _PROCMAP_QUERY, query)
+            except OSError as error:
+                if error.errno == errno.ENOENT:
+                    return False
+                break  # an older kernel
+            start = struct.unpack_from("<Q", query, 32)[0]
+        if start >= end:
+            return True
+        listed = maps.readall()
+    at, letter = permission - 1, b"rw"[permission - 1]
+    for line in listed.splitlines():
+        bounds, permissions = line.split(b" ", 2)[:2]
+        first, last = (int(bound, 16) for bound in bounds.split(b"-"))
+        if last > start:
+            if first > start or permissions[at] != letter:
+                return False
+            start = last
+            if start >= end:
+                return True
+    return False
+
+
+def is_device_memory(address: int, library: str = "libcuda.so.1") -> bool:
+    """Whether a CUDA driver that this process already uses owns the address; starts nothing."""
+    return address > 0 and _native.Cuda.is_device_memory(library, address)
 
 
 def check_mapped(address: int, size: int) -> None:

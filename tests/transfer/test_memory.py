@@ -3,15 +3,30 @@ from __future__ import annotations
 
 import array
 import ctypes
+import fcntl
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
 from mooncake.errors import InvalidArgument
-from mooncake.transfer import TransferEngine
-from mooncake.transfer.memory import SpanIndex, available_bytes, device_span_of, span_and_export, span_of
+from mooncake.transfer import TransferEngine, TransferSettings, memory
+from mooncake.transfer.memory import (
+    POPULATED_BYTES,
+    SpanIndex,
+    available_bytes,
+    device_span_of,
+    is_device_memory,
+    is_mapped,
+    is_readable,
+    is_writable,
+    span_and_export,
+    span_of,
+)
+from tests.contract import cuda_double
 
 
 def test_buffers_of_every_kind() -> None:
@@ -181,3 +196,75 @@ def test_device_memory_with_gaps_is_no_buffer() -> None:
 
 def test_some_memory_is_available() -> None:
     assert 1 << 20 < available_bytes() < 1 << 60
+
+
+PAGE = mmap.PAGESIZE
+
+
+@contextmanager
+def protected(num_bytes: int, protection: int) -> Iterator[int]:
+    """Address of ``num_bytes`` of writable memory, one page of ``protection``, and a writable page again."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(-1, num_bytes + 2 * PAGE) as mapped:
+        address = span_of(mapped)[0]
+        page = ctypes.c_void_p(address + num_bytes)
+        assert libc.mprotect(page, ctypes.c_size_t(PAGE), protection) == 0
+        yield address
+        assert libc.mprotect(page, ctypes.c_size_t(PAGE), mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
+@pytest.fixture(params=["query", "list", "old kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kernel that knows all requests; one without the query for mappings; one without both."""
+    if request.param != "query":
+
+        def unknown(*_: object) -> int:
+            raise OSError(25, "Inappropriate ioctl for device")
+
+        monkeypatch.setattr(fcntl, "ioctl", unknown)
+    if request.param == "old kernel":
+        monkeypatch.setattr(memory, "_POPULATE_READ", 9999)
+        monkeypatch.setattr(memory, "_POPULATE_WRITE", 9999)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("num_bytes", [PAGE, 4 * POPULATED_BYTES])
+def test_permissions_of_memory(kernel: str, num_bytes: int) -> None:
+    with protected(num_bytes, mmap.PROT_READ) as address:
+        assert is_writable(address, num_bytes) and is_writable(address + 5, num_bytes - 5)
+        assert not is_writable(address, num_bytes + 1)
+        assert not is_writable(address + num_bytes, 1)
+        assert is_readable(address, num_bytes + 2 * PAGE)
+        assert is_writable(address + num_bytes + PAGE, PAGE)
+    with protected(num_bytes, 0) as address:
+        assert is_readable(address, num_bytes) and is_writable(address, num_bytes)
+        assert is_mapped(address, num_bytes + 2 * PAGE) and not is_readable(address, num_bytes + 2 * PAGE)
+        assert not is_readable(address + num_bytes, PAGE) and not is_writable(address + num_bytes, PAGE)
+
+
+def test_no_permissions_where_nothing_is_mapped(kernel: str) -> None:
+    gone = mmap.mmap(-1, 8 * POPULATED_BYTES)
+    address = span_of(gone)[0]
+    gone.close()
+    for place, size in ((address, PAGE), (address, 8 * POPULATED_BYTES), (0, 1), (-5, 9), (1 << 57, 1)):
+        assert not is_readable(place, size) and not is_writable(place, size)
+
+
+def test_permissions_without_proc(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(*_: object) -> bool:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(memory, "_mappings_permit", nowhere)
+    data = bytearray(4 * POPULATED_BYTES)
+    assert is_writable(span_of(data)[0], len(data))
+
+
+def test_a_driver_knows_the_memory_of_its_devices() -> None:
+    if not cuda_double.built():
+        pytest.skip("the double of the CUDA driver is not built")
+    data = bytearray(10)
+    with TransferEngine(TransferSettings(cuda_library=str(cuda_double.LIBRARY))) as engine:
+        region = engine.allocate(5000, device="cuda:0")
+        assert is_device_memory(region.address + 4999, str(cuda_double.LIBRARY))
+        assert not is_device_memory(span_of(data)[0], str(cuda_double.LIBRARY))
+        assert not is_device_memory(0, str(cuda_double.LIBRARY))

@@ -17,7 +17,7 @@ from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.memory import is_mapped
+from mooncake.transfer.memory import is_device_memory, is_readable, is_writable
 
 
 class BufferRegistrationCalls(StoreLifecycle):
@@ -52,16 +52,26 @@ class BufferRegistrationCalls(StoreLifecycle):
         return self._in_session(what, unregister, int)
 
 
-def is_accessible(session: StoreSession, span: Span) -> bool:
-    """Whether the program may move these bytes: registered, mapped, or accessible device memory."""
+def on_device(session: StoreSession, address: int) -> bool:
+    """Whether the address is a device's, whose memory only a transfer may touch."""
+    return is_device_memory(address, session.engine.settings.cuda_library)
+
+
+def is_accessible(session: StoreSession, span: Span, to_write: bool = False) -> bool:
+    """Whether these bytes may be moved, or with ``to_write`` be replaced by others.
+
+    They may be registered memory, any memory of this process that permits it, or a device's.
+    """
     if not is_span(span):
         return False
     address, size_bytes = span
     if not size_bytes:
         return True
     columns = np.array([address], dtype=np.uint64), np.array([size_bytes], dtype=np.uint64)
-    if session.registered.uncovered(*columns) is None or is_mapped(address, size_bytes):
+    if session.registered.uncovered(*columns, to_write=to_write) is None:
         return True
+    if not on_device(session, address):
+        return is_writable(address, size_bytes) if to_write else is_readable(address, size_bytes)
     try:
         session.engine.unregister(session.engine.register(span))
     except InvalidArgument:
@@ -69,7 +79,9 @@ def is_accessible(session: StoreSession, span: Span) -> bool:
     return True
 
 
-def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> list[bool]:
+def are_accessible(
+    session: StoreSession, rows: Sequence[Sequence[Span]], to_write: bool = False
+) -> list[bool]:
     """Whether all of each row ``is_accessible``. Fast when all of them lie in registered memory."""
     spans = [span for row in rows for span in row]
     with contextlib.suppress(OverflowError):
@@ -77,9 +89,9 @@ def are_accessible(session: StoreSession, rows: Sequence[Sequence[Span]]) -> lis
         addresses, sizes = columns[:, 0], columns[:, 1]
         good = (sizes == 0) | ((sizes > 0) & (addresses > 0) & (addresses < MAX_ADDRESS - sizes))
         where = addresses.astype(np.uint64), sizes.astype(np.uint64)
-        if good.all() and session.registered.uncovered(*where) is None:
+        if good.all() and session.registered.uncovered(*where, to_write=to_write) is None:
             return [True] * len(rows)
-    return [all(is_accessible(session, span) for span in row) for row in rows]
+    return [all(is_accessible(session, span, to_write) for span in row) for row in rows]
 
 
 @contextlib.contextmanager
@@ -98,7 +110,7 @@ def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[N
     host: list[int] = []
     device: list[int] = []
     for at in np.flatnonzero(missing).tolist():
-        (host if is_mapped(*spans[at]) else device).append(at)
+        (device if on_device(session, spans[at][0]) else host).append(at)
     regions = [session.engine.register(spans[at]) for at in device]
     try:
         if host:

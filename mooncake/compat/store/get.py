@@ -223,7 +223,8 @@ class ReadCalls(BufferRegistrationCalls):
 def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
     """Read whole objects: sizes or codes. The store handles the usual case, one good buffer per object."""
     spans = [row[0] for row in parts if len(row) == 1]
-    if len(spans) == len(parts) and all(map(is_good_key, keys)) and all(are_accessible(session, parts)):
+    is_usual = len(spans) == len(parts) and all(map(is_good_key, keys))
+    if is_usual and all(are_accessible(session, parts, to_write=True)):
         with contextlib.suppress(InvalidArgument):  # too small; which one is found below
             sizes = session.store.get_batch_into(keys, spans)
             session.client_metrics.count_bytes("read", sum(size or 0 for size in sizes))
@@ -237,7 +238,7 @@ def read_granted(
     """Read whole objects under leases: sizes or codes."""
     codes = [MISS] * len(grants)
     wanted: dict[int, tuple[ReadGrant, list[Part]]] = {}
-    are_there = are_accessible(session, parts)
+    are_there = are_accessible(session, parts, to_write=True)
     for at, (grant, spans) in enumerate(zip(grants, parts, strict=True)):
         if grant is None:
             continue
@@ -278,7 +279,9 @@ def read_fragments(
         if grant is None:
             continue
         good = [
-            offset >= 0 and offset + size <= grant.size_bytes and is_accessible(session, (address, size))
+            offset >= 0
+            and offset + size <= grant.size_bytes
+            and is_accessible(session, (address, size), to_write=True)
             for offset, address, size in row
         ]
         codes[at] = [size if is_good else INVALID for (_, _, size), is_good in zip(row, good, strict=True)]

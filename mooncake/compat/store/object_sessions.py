@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from mooncake.compat.store.arguments import check_keys, numbers, rows
 from mooncake.compat.store.batches import cut, pick
-from mooncake.compat.store.caller_memory import is_accessible, registered_spans
+from mooncake.compat.store.caller_memory import are_accessible, registered_spans
 from mooncake.compat.store.error_codes import StoreCode, code_of_refusal
 from mooncake.compat.store.get import ReadCalls
 from mooncake.compat.store.public_types import ReplicateConfig
@@ -26,7 +26,6 @@ from mooncake.compat.store.store_session import StoreSession
 from mooncake.errors import Refusal
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.store import Store
-from mooncake.transfer.memory import is_mapped
 
 SESSION_CHUNK_BYTES = 64 << 10
 """Chunk size; small, because later reads of ranges fetch whole chunks."""
@@ -80,7 +79,8 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 open_ones = [
                     (number, grant, parts)
                     for number, (grant, parts) in enumerate(zip(grants, wanted, strict=True))
-                    if grant is not None and parts is not None and _fits(session, parts, grant.size_bytes)
+                    if grant is not None and parts is not None
+                    if _fits(session, parts, grant.size_bytes, to_write=True)
                 ]
                 good = read_parts(session, [g for _, g, _ in open_ones], [parts for _, _, parts in open_ones])
                 failed: list[int] = []
@@ -246,14 +246,11 @@ def _parts(what: str, keys: Sequence[str], *columns: Rows) -> list[list[Part] | 
     ]
 
 
-def _fits(session: StoreSession, parts: Sequence[Part], size_bytes: int) -> bool:
-    """Whether the parts lie within the object, and in memory that the program may move."""
-    return all(
-        offset >= 0
-        and 0 <= length <= size_bytes - offset
-        and (is_mapped(address, length) or is_accessible(session, (address, length)))
-        for offset, address, length in parts
-    )
+def _fits(session: StoreSession, parts: Sequence[Part], size_bytes: int, to_write: bool = False) -> bool:
+    """Whether the parts lie within the object, and in memory that permits to move them."""
+    if not all(offset >= 0 and 0 <= length <= size_bytes - offset for offset, _, length in parts):
+        return False
+    return are_accessible(session, [[(address, length) for _, address, length in parts]], to_write)[0]
 
 
 def _code(outcome: Refusal | None) -> int:

@@ -15,14 +15,12 @@ import numpy.typing as npt
 
 from mooncake.compat.store.arguments import is_good_key
 from mooncake.compat.store.batches import cut, pick
-from mooncake.compat.store.caller_memory import registered_spans
+from mooncake.compat.store.caller_memory import on_device, registered_spans
 from mooncake.compat.store.read_plan import Part, ReadPlan, plan_reads
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.compat.transfer.host_probe import has_cuda
 from mooncake.errors import Unavailable
 from mooncake.store.client.grants import ReadGrant
 from mooncake.transfer import Op, Status
-from mooncake.transfer.memory import is_mapped
 
 
 def open_reads(session: StoreSession, keys: Sequence[str]) -> list[ReadGrant | None]:
@@ -93,19 +91,19 @@ def _copy(
     Raises:
         Unavailable: the copy to a device failed.
     """
-    on_device: list[tuple[int, int, int]] = []
+    to_device: list[tuple[int, int, int]] = []
     for target, source, length in copies:
-        if has_cuda() and not is_mapped(target, length):
-            on_device.append((target, source, length))
+        if on_device(session, target):
+            to_device.append((target, source, length))
         else:
             ctypes.memmove(target, source, length)
-    if not on_device:
+    if not to_device:
         return
-    columns = np.array(on_device, dtype=np.uint64)
+    columns = np.array(to_device, dtype=np.uint64)
     region = session.engine.register(staging)
     try:
         own = session.engine.open(session.engine.describe())
-        with registered_spans(session, [(target, length) for target, _, length in on_device]):
+        with registered_spans(session, [(target, length) for target, _, length in to_device]):
             done = session.engine.run(
                 Op.READ,
                 own,
@@ -117,7 +115,7 @@ def _copy(
     finally:
         session.engine.unregister(region)
     if done.status != Status.OK:
-        raise Unavailable(f"copy of {len(on_device)} parts to a device: {done.status.name.lower()}")
+        raise Unavailable(f"copy of {len(to_device)} parts to a device: {done.status.name.lower()}")
 
 
 def columns_of(rows: Sequence[Sequence[Part]]) -> tuple[list[int], list[int], list[int]]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mooncake.compat.store.tensor_format import DTYPES, HEADER_BYTES, TensorHeader, decode, encode
-from mooncake.transfer.memory import is_mapped
+from mooncake.transfer.memory import is_readable, is_writable
 
 Tensor: TypeAlias = Any
 """A ``torch.Tensor``; ``Any``, because this package also works without torch."""
@@ -63,7 +63,7 @@ def tensor_at(address: int, size_bytes: int) -> Tensor:
     Raises:
         ValueError: there is no tensor.
     """
-    if not is_mapped(address, max(1, size_bytes)):
+    if not is_readable(address, max(1, size_bytes)):
         raise ValueError(f"{size_bytes} bytes at {address:#x} are not in main memory")
     header = decode(ctypes.string_at(address, min(HEADER_BYTES, size_bytes)), size_bytes)
     if not header.data_bytes:
@@ -78,8 +78,8 @@ def place(tensor: Tensor, header: TensorHeader, address: int, size_bytes: int) -
     Raises:
         ValueError: ``size_bytes`` are not enough for it.
     """
-    if not is_mapped(address, max(1, size_bytes)):
-        raise ValueError(f"{size_bytes} bytes at {address:#x} are not in main memory")
+    if not is_writable(address, max(1, size_bytes)):
+        raise ValueError(f"{size_bytes} bytes at {address:#x} are not memory that can be written")
     if header.size_bytes > size_bytes:
         raise ValueError(f"a tensor of {header.size_bytes} bytes does not fit into {size_bytes}")
     ctypes.memmove(address, encode(header), HEADER_BYTES)

@@ -31,7 +31,7 @@ from mooncake.compat.store.tensor_memory import (
     tensor_from,
 )
 from mooncake.log import get_logger
-from mooncake.transfer.memory import is_mapped
+from mooncake.transfer.memory import is_readable
 
 log = get_logger("mooncake.store")
 
@@ -272,7 +272,7 @@ def header_at(address: int, size_bytes: int) -> TensorHeader:
     Raises:
         ValueError: it is not a tensor.
     """
-    if size_bytes < HEADER_BYTES or not is_mapped(address, size_bytes):
+    if size_bytes < HEADER_BYTES or not is_readable(address, size_bytes):
         raise ValueError(f"{size_bytes} bytes at {address:#x} are no tensor")
     return decode(ctypes.string_at(address, HEADER_BYTES), size_bytes)
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mooncake.compat.transfer.engine_lifecycle import EngineLifecycle
 from mooncake.compat.transfer.registered_memory import copy_in, copy_out
 from mooncake.errors import InvalidArgument
-from mooncake.transfer.memory import is_mapped
+from mooncake.transfer.memory import is_readable, is_writable
 
 
 class MemoryCalls(EngineLifecycle):
@@ -62,33 +62,29 @@ class MemoryCalls(EngineLifecycle):
         return self._number("free_managed_buffer", lambda: self._memory.free(address))
 
     def write_bytes_to_buffer(self, dest_address: int, src: bytes | str, length: int, /) -> int:
-        """Copy ``length`` bytes to an address of this process; 0, or -1 when it is not mapped."""
+        """Copy ``length`` bytes to an address of this process; 0, or -1 when it cannot be written."""
         dest_address, length = _integers([dest_address, length])
 
         def copy() -> None:
             data = src.encode() if isinstance(src, str) else bytes(src)
             if not 0 <= length <= len(data):
                 raise InvalidArgument("length", length, f"0 to {len(data)}, the bytes given")
-            self._check_mapped(dest_address, length)
+            _check_memory(dest_address, length, is_writable)
             copy_in(dest_address, data[:length])
 
         return self._number("write_bytes_to_buffer", copy)
 
     def read_bytes_from_buffer(self, source_address: int, length: int, /) -> bytes:
-        """``length`` bytes at an address of this process; empty when it is not mapped."""
+        """``length`` bytes at an address of this process; empty when it cannot be read."""
         read: list[bytes] = []
         source_address, length = _integers([source_address, length])
 
         def copy() -> None:
-            self._check_mapped(source_address, length)
+            _check_memory(source_address, length, is_readable)
             read.append(copy_out(source_address, length))
 
         self._number("read_bytes_from_buffer", copy)
         return read[0] if read else b""
-
-    def _check_mapped(self, address: int, size: int) -> None:
-        if size < 0 or (size and not is_mapped(address, size)):
-            raise InvalidArgument("memory", f"[{address:#x}, +{size})", "memory of this process")
 
     def get_first_buffer_address(self, segment_name: str, /) -> int:
         """Address of the first registered memory of a segment (also this process's own); 0 without any."""
@@ -108,6 +104,11 @@ class MemoryCalls(EngineLifecycle):
 def _integers(values: Iterable[int]) -> list[int]:
     """The numbers as ``int`` itself; numpy's wrap around. TypeError for one that is no integer."""
     return [int(operator.index(value)) for value in values]
+
+
+def _check_memory(address: int, size: int, permits: Callable[[int, int], bool]) -> None:
+    if size < 0 or (size and not permits(address, size)):
+        raise InvalidArgument("memory", f"[{address:#x}, +{size})", "memory that this process may access so")
 
 
 def _check_location(what: str, location: object) -> None:

@@ -20,6 +20,7 @@ from mooncake.compat.transfer.host_probe import may_be_registered
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.engine import TransferEngine
+from mooncake.transfer.memory import is_device_memory, is_writable
 from mooncake.transfer.topology import ANYWHERE, is_location
 from mooncake.transfer.transports import Region
 
@@ -35,6 +36,8 @@ class RegisteredMemory:
         self._lock = threading.RLock()
         self._starts: list[int] = []
         self._regions: dict[int, Region] = {}
+        self._read_only: set[int] = set()
+        """Starts of the regions that the processor may not write, such as a file that is mapped read-only."""
         self._spans: tuple[Column, Column] | None = None
         self._slabs: list[tuple[Region, int]] = []
         self._free: dict[int, list[int]] = {}
@@ -57,7 +60,11 @@ class RegisteredMemory:
             try:
                 for address, size in zip(addresses, sizes, strict=True):
                     self._check(address, size)
-                    self._insert(address, self._engine.register((address, size), where))
+                    is_writable = self._can_be_written(address, size)
+                    memory = (address, size) if is_writable else _read_only_view(address, size)
+                    self._insert(address, self._engine.register(memory, where))
+                    if not is_writable:
+                        self._read_only.add(address)
                     added.append(address)
             except BaseException:
                 for address in added:
@@ -82,9 +89,14 @@ class RegisteredMemory:
                 f"unregister {unknown[0]:#x}: nothing registered begins there",
             )
 
-    def uncovered(self, addresses: Column, sizes: Column) -> npt.NDArray[np.bool_] | None:
-        """Flags of the ranges that do not lie in one registered region; None when all do. Empty ones do."""
-        if len(addresses) == 1 and self._covers(int(addresses[0]), int(sizes[0])):
+    def uncovered(
+        self, addresses: Column, sizes: Column, to_write: bool = False
+    ) -> npt.NDArray[np.bool_] | None:
+        """Flags of the ranges that do not lie in one registered region; None when all do. Empty ones do.
+
+        With ``to_write`` the regions that may only be read do not count.
+        """
+        if len(addresses) == 1 and self._covers(int(addresses[0]), int(sizes[0]), to_write):
             return None  # takes a tenth of the time of the general case
         with self._lock:
             spans = self._spans
@@ -99,11 +111,15 @@ class RegisteredMemory:
         else:
             nearest = np.maximum(at, 0)
             missing = ((at < 0) | (addresses + sizes > ends[nearest])) & (sizes > 0)
+            if to_write and self._read_only:
+                missing |= np.isin(starts[nearest], list(self._read_only)) & (sizes > 0)
         return missing if missing.any() else None
 
-    def _covers(self, address: int, size: int) -> bool:
+    def _covers(self, address: int, size: int, to_write: bool) -> bool:
         with self._lock:
             at = bisect.bisect_right(self._starts, address) - 1
+            if to_write and at >= 0 and self._starts[at] in self._read_only:
+                return False
             return at >= 0 and address + size <= self._starts[at] + self._regions[self._starts[at]].size_bytes
 
     def end_of(self, address: int) -> int | None:
@@ -179,6 +195,9 @@ class RegisteredMemory:
                     "which is registered; unregister that first",
                 )
 
+    def _can_be_written(self, address: int, size: int) -> bool:
+        return is_device_memory(address, self._engine.settings.cuda_library) or is_writable(address, size)
+
     def _insert(self, address: int, region: Region) -> None:
         bisect.insort(self._starts, address)
         self._regions[address] = region
@@ -186,8 +205,14 @@ class RegisteredMemory:
 
     def _drop(self, address: int) -> None:
         self._starts.remove(address)
+        self._read_only.discard(address)
         self._spans = None
         self._engine.unregister(self._regions.pop(address))
+
+
+def _read_only_view(address: int, size: int) -> memoryview:
+    """View of memory at an address, which the caller has checked; nothing is moved into a read-only view."""
+    return memoryview((ctypes.c_uint8 * size).from_address(address)).toreadonly()
 
 
 def copy_in(address: int, data: bytes) -> None:

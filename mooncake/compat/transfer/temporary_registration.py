@@ -12,17 +12,19 @@ import threading
 
 import numpy as np
 
-from mooncake.compat.transfer.host_probe import may_be_registered
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.descriptor import Column
-from mooncake.transfer.transports import Region, RegionTable
+from mooncake.transfer.engine import TransferEngine
+from mooncake.transfer.memory import is_device_memory, is_readable, is_writable
+from mooncake.transfer.transports import Region
 
 
 class TemporaryRegistrations:
     """Regions of unregistered memory that batches in flight use. Thread-safe."""
 
-    def __init__(self, regions: RegionTable) -> None:
-        self._table = regions
+    def __init__(self, engine: TransferEngine) -> None:
+        self._table = engine.regions
+        self._library = engine.settings.cuda_library
         self._lock = threading.Lock()
         self._regions: dict[tuple[int, int], Region] = {}
         self._num_batches = 0
@@ -33,19 +35,20 @@ class TemporaryRegistrations:
         ``number`` an ``end_of``.
 
         Raises:
-            InvalidArgument: part of it is not memory of this process.
+            InvalidArgument: part of it is not memory that this process may read.
         """
         spans = np.unique(np.stack([addresses, sizes]), axis=1).T.tolist()
         for address, size in spans:
-            if not may_be_registered(address, size):
-                raise InvalidArgument("local memory", f"[{address:#x}, +{size})", "memory of this process")
+            if is_device_memory(address, self._library) or not is_readable(address, size):
+                allowed = "memory of this process that it may read; a device's must be registered"
+                raise InvalidArgument("local memory", f"[{address:#x}, +{size})", allowed)
         with self._lock:
             self._num_batches += 1
             if number:
                 self._numbers.add(number)
             for address, size in spans:
                 if (address, size) not in self._regions:
-                    self._regions[address, size] = self._table.add(address, size, True)
+                    self._regions[address, size] = self._table.add(address, size, is_writable(address, size))
 
     def end(self) -> None:
         """Note the end of a batch; the last one unregisters the memory."""

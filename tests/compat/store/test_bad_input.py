@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -313,3 +315,48 @@ def test_a_store_that_is_deleted_unmounts(master: RunningMaster) -> None:
     del store
     gc.collect()
     assert name not in master.server.master.segments.mounted
+
+
+@pytest.mark.parametrize("size", [1000, MIB])
+def test_memory_that_may_only_be_read(store: MooncakeDistributedStore, size: int) -> None:
+    """Bytes that arrive there would end the process."""
+    key = f"read only/{size}"
+    read_only = np.frombuffer(mmap.mmap(-1, 2 * MIB, prot=mmap.PROT_READ), np.uint8)
+    writable = np.zeros(MIB, np.uint8)
+    there = here(read_only)
+    assert store.put_from(key, there, size) == 0 and store.get(key) == bytes(size)
+    halves = [size // 2, size - size // 2]
+
+    def check() -> None:
+        assert store.get_into(key, there, size) == -600
+        assert store.batch_get_into([key, key], [here(writable), there], [size, size]) == [size, -600]
+        into = store.batch_get_into_multi_buffers
+        assert into([key, key], [[there, there + MIB], [here(writable)]], [halves, [size]]) == [-600, size]
+        assert store.get_into_ranges([there], [[key]], [[[0]]], [[[5]]], [[[100]]]) == [[[-600]]]
+        assert store.batch_get_session_start([key]) == [0]
+        assert store.batch_get_into_multi_buffer_ranges([key], [[there]], [[100]], [[7]]) == [-600]
+        assert store.get_tensor_into(key, there, 2 * MIB) is None
+
+    check()
+    assert store.register_buffer(there, read_only.nbytes) == 0
+    try:
+        check()
+        assert store.upsert_from(key, there, size) == 0
+    finally:
+        assert store.unregister_buffer(there) == 0
+
+
+@pytest.mark.parametrize("size", [1000, MIB])
+def test_memory_that_may_not_be_accessed(store: MooncakeDistributedStore, size: int) -> None:
+    """Such as the addresses that a driver has reserved."""
+    memory = mmap.mmap(-1, 2 * MIB)
+    address = here(np.frombuffer(memory, np.uint8))
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(2 * MIB), 0) == 0
+    assert store.put("accessible", bytes(size)) in (0, -705)
+    assert store.put_from("inaccessible", address, size) == -600
+    halves = [[size // 2, size // 2]]
+    assert store.batch_put_from_multi_buffers(["inaccessible"], [[address, address + MIB]], halves) == [-600]
+    assert store.put_tensor_from("inaccessible", address, size) == -600
+    assert store.get_into("accessible", address, size) == -600
+    assert store.is_exist("inaccessible") == 0

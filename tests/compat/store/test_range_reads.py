@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,7 +14,11 @@ import pytest
 from mooncake.compat.store import batches, range_reads
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.store_session import StoreSession
-from tests.compat.store.servers import LONG_LEASES
+from mooncake.compat.transfer import InnerTransferEngine
+from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer.memory import is_device_memory
+from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
+from tests.contract import cuda_double
 
 MASTER = LONG_LEASES
 CONTENT = np.random.default_rng(4).integers(0, 256, (5, 150_000), dtype=np.uint8)
@@ -44,10 +50,57 @@ def test_a_split_read(session: StoreSession, offset: int, length: int) -> None:
 def test_staged_bytes_reach_a_device(session: StoreSession) -> None:
     """Memory of this process simulates a device; the test checks that only a transfer writes to it."""
     with (
-        mock.patch.object(range_reads, "has_cuda", lambda: True),
-        mock.patch.object(range_reads, "is_mapped", lambda *_: False),
+        mock.patch.object(range_reads, "on_device", lambda *_: True),
         mock.patch.object(ctypes, "memmove", side_effect=AssertionError),
     ):
         good, target = read(session, 77, 100)
     assert good == [True] * 5
     assert np.array_equal(target, CONTENT[:, 77:177])
+
+
+@pytest.fixture
+def device(master: RunningMaster) -> Iterator[tuple[MooncakeDistributedStore, TransferEngine]]:
+    """A store whose engine has a device, the memory of which this process can also map."""
+    if not cuda_double.built():
+        pytest.skip("the double of the CUDA driver is not built")
+    with (
+        TransferEngine(TransferSettings(cuda_library=str(cuda_double.LIBRARY))) as engine,
+        a_store(master, 0, engine=InnerTransferEngine(engine)) as store,
+    ):
+        yield store, engine
+
+
+def test_parts_of_objects_reach_a_device(
+    session: StoreSession, device: tuple[MooncakeDistributedStore, TransferEngine]
+) -> None:
+    """Registered or not: the processor touches none of the memory, whatever protection it has."""
+    store, engine = device
+    memory = engine.allocate(1 << 20, device="cuda:0")
+    address = memory.address
+    allowed = ctypes.memmove
+
+    def host_only(target: Any, source: Any, length: int) -> Any:
+        assert not (isinstance(target, int) and is_device_memory(target, str(cuda_double.LIBRARY)))
+        assert not (isinstance(source, int) and is_device_memory(source, str(cuda_double.LIBRARY)))
+        return allowed(target, source, length)
+
+    with mock.patch.object(ctypes, "memmove", host_only):
+        for is_registered in (False, True):
+            if is_registered:
+                assert store.register_buffer(address, 1 << 20) == 0
+            there = [[address, address + 100_000]]
+            assert store.batch_get_into_multi_buffers(KEYS[:1], there, [[50_000, 100_000]]) == [150_000]
+            assert store.get_into_ranges([address + 300_000], [[KEYS[1]]], [[[0]]], [[[5]]], [[[70]]]) == [
+                [[70]]
+            ]
+            assert store.batch_get_session_start([KEYS[2]]) == [0]
+            ranges = store.batch_get_into_multi_buffer_ranges([KEYS[2]], [[address + 400_000]], [[80]], [[7]])
+            assert ranges == [80]
+            data = bytearray(1 << 20)
+            memory.read_into(data)
+            found = np.frombuffer(data, np.uint8)
+            assert np.array_equal(found[:50_000], CONTENT[0, :50_000])
+            assert np.array_equal(found[100_000:200_000], CONTENT[0, 50_000:])
+            assert np.array_equal(found[300_000:300_070], CONTENT[1, 5:75])
+            assert np.array_equal(found[400_000:400_080], CONTENT[2, 7:87])
+            memory.write_from(bytes(1 << 20))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import logging
+import mmap
 import pickle
 import socket
 import threading
@@ -363,6 +364,34 @@ def test_memory_that_only_the_peer_registered(near: Peer, far: Peer) -> None:
     assert (loose == far.memory[5000:10_000]).all()
     inner = near.engine.get_engine()
     assert inner is not None and len(inner.engine.regions.all()) == 1, "registered for the transfer only"
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_memory_that_may_only_be_read(near: Peer, far: Peer, is_registered: bool) -> None:
+    """It can be sent; bytes that arrived there, from here or from a peer, would end the process."""
+    mapped = np.frombuffer(mmap.mmap(-1, 1 << 20, prot=mmap.PROT_READ), np.uint8)
+    there = int(mapped.ctypes.data)
+    if is_registered:
+        assert near.engine.register_memory(there, mapped.nbytes) == 0
+    assert near.engine.transfer_sync_write(far.session, there, far.at, 1000) == 0
+    assert not far.memory[:1000].any() and far.memory[1000:].any()
+    for size in (100, 100_000):
+        assert near.engine.transfer_sync_read(far.session, there, far.at, size) == -1
+        assert far.engine.transfer_sync_write(near.session, far.at, there, size) == -1
+    assert near.engine.write_bytes_to_buffer(there, b"abc", 3) == -1
+    assert near.engine.read_bytes_from_buffer(there, 3) == bytes(3)
+
+
+def test_memory_that_may_not_be_accessed(near: Peer, far: Peer) -> None:
+    mapped = mmap.mmap(-1, 1 << 20)
+    there = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(there), ctypes.c_size_t(1 << 20), 0) == 0
+    for size in (100, 100_000):
+        assert near.engine.transfer_sync_write(far.session, there, far.at, size) == -1
+        assert near.engine.transfer_sync_read(far.session, there, far.at, size) == -1
+    assert near.engine.write_bytes_to_buffer(there, b"abc", 3) == -1
+    assert near.engine.read_bytes_from_buffer(there, 3) == b""
 
 
 def test_memory_registered_after_the_first_transfer(near: Peer, far: Peer) -> None:
