@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -198,7 +199,8 @@ class ShadowPrice:
     are sorted into classes by cost (factors of two), each class that was refused lately earns an equal part
     of that share, and a class that has earned the cost of a request may take it at any price. Thus a class
     whose requests cost c is never refused by price for longer than ``c * num_classes / (share * capacity)``
-    seconds.
+    seconds. A request that needs a turn at several resources takes none before it has all: what its class has
+    earned at one stays while it earns at another.
     """
 
     def __init__(self, horizon_s: float, turn_share: float) -> None:
@@ -254,15 +256,22 @@ class ShadowPrice:
         self._at_margin -= is_in
         return is_in
 
-    def take_turn(self, cost_s: float, capacity: float, now: float) -> bool:
-        """Whether a request that the price refuses may go all the same, because it is its class's turn."""
+    def has_turn(self, cost_s: float, capacity: float, now: float) -> bool:
+        """Whether a request that the price refuses may go all the same, because it is its class's turn.
+        ``take_turn`` must follow if it goes."""
         kind = _class(cost_s)
         self._earn(capacity, now)
         self._refused_at[kind] = now
-        if self._earned.get(kind, 0.0) < cost_s:
-            return False
-        self._earned[kind] -= cost_s
-        return True
+        return self._earned.get(kind, 0.0) >= cost_s
+
+    def take_turn(self, cost_s: float) -> None:
+        self._earned[_class(cost_s)] -= cost_s
+
+    def keep(self, cost_s: float, now: float) -> None:
+        """Keep what the class of such a request has earned: this price could not be asked for it."""
+        kind = _class(cost_s)
+        if kind in self._refused_at:
+            self._refused_at[kind] = now
 
     def turn_in_s(self, cost_s: float, capacity: float) -> float:
         """How long until the class of such a request has earned one."""
@@ -316,6 +325,51 @@ def _bin(density: float) -> int:
 
 def _class(cost_s: float) -> int:
     return math.floor(math.log2(max(cost_s, 1e-6)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bid:
+    """What a request would take of one resource, and what it is worth."""
+
+    resource: WorkerRole
+    price: ShadowPrice
+    cost_s: float
+    value: float
+    capacity: int
+    budget: float
+    "As of ``ShadowPrice.per_second``."
+    seen: float = 1.0
+
+    @property
+    def is_free(self) -> bool:
+        return self.cost_s <= 0 or not self.capacity
+
+    def refusal(self, now: float) -> AdmissionResult:
+        wait_s = self.price.turn_in_s(self.cost_s, self.capacity)
+        most_s = self.value / self.price.per_second(self.budget, now)
+        rate = self.price.rate(now, self.seen)
+        return too_expensive(self.resource, self.cost_s, most_s, rate, self.capacity, wait_s)
+
+
+def _at_prices(bids: Sequence[_Bid], now: float) -> AdmissionResult | None:
+    """Why a request is not worth one of its costs; None if it is worth all, or if its class has a turn where
+    it is not. It is demand for a resource only if those before it do not refuse it."""
+    turns = []
+    for bid in bids:
+        if bid.is_free:
+            continue
+        bid.price.offer(bid.value, bid.cost_s, now)
+        if bid.price.is_paid(bid.value, bid.cost_s, bid.budget, now):
+            continue
+        if not bid.price.has_turn(bid.cost_s, bid.capacity, now):
+            for other in bids:
+                if other is not bid and not other.is_free:
+                    other.price.keep(other.cost_s, now)
+            return bid.refusal(now)
+        turns.append(bid)
+    for bid in turns:
+        bid.price.take_turn(bid.cost_s)
+    return None
 
 
 # --- the rule "goodput"
@@ -473,14 +527,17 @@ class GoodputRule:
         self._errors = ForecastErrors()
         self._refused = RefusedPrompts()
         self._over: _Quantile | None = None
-        """None until a request has a TBT SLO."""
+        """None until a request has a TBT SLO that it can meet in an empty pool."""
 
     def _over_factor(self, request: AdmissionRequest, pools: PoolCapacity) -> float:
         least = LEAST_OVER_STEPS if pools.decode_makes_first_token else LEAST_OVER
         if self._over is None:
             # Before anything is learned: a number of requests that come by chance varies by its square root.
             most = pools.most_requests(DecodeLoad(1, request.num_tokens), request.slo_tbt_s)
-            self._over = _Quantile(_IN_PACE, max(least, 1.0 + _UPPER_QUARTILE / math.sqrt(max(1.0, most))))
+            first = max(least, 1.0 + _UPPER_QUARTILE / math.sqrt(max(1.0, most)))
+            if most < 1.0:  # it fits into no pool, and says nothing of those that do
+                return first
+            self._over = _Quantile(_IN_PACE, first)
         return min(_MOST_OVER, max(least, self._over.value))
 
     def decide(
@@ -520,24 +577,24 @@ class GoodputRule:
                 # at zero.
                 self.decode_price.offer(value, self._decode_cost_s(request, pools, room_s), now)
                 return full
+        bids = []
         if request.slo_ttft_s and (is_repeated or not is_late_by_itself):
             price, num = self.prefill_price, pools.num_prefill
             short_s = TARGET_BACKLOG * request.slo_ttft_s - request.queue_s
             seen = price.seen_part(SEEN_SLOS * request.slo_ttft_s, now)
             # A short queue may become longer at once, a long one becomes shorter over a horizon.
             budget = num * (seen + short_s / price.horizon_s * (1.0 if short_s > 0 else seen))
-            refused = _at_price(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, now, seen)
-            if refused is not None:
-                if is_repeated:
-                    self._refused.add(prompt, now)
-                return refused
+            bids.append(_Bid(WorkerRole.PREFILL, price, request.prefill_s, value, num, budget, seen))
         if step_s:
             price, num = self.decode_price, pools.num_decode
             budget = num * (1.0 + TARGET_FILLING - max(time_load, memory_load))
             cost_s = self._decode_cost_s(request, pools, room_s)
-            refused = _at_price(WorkerRole.DECODE, price, cost_s, value, num, budget, now)
-            if refused is not None:
-                return refused
+            bids.append(_Bid(WorkerRole.DECODE, price, cost_s, value, num, budget))
+        refused = _at_prices(bids, now)
+        if refused is not None:
+            if is_repeated and refused.lacks is WorkerRole.PREFILL:
+                self._refused.add(prompt, now)
+            return refused
         if is_too_long:
             self._refused.forget(prompt)
         prefill_load = request.ttft_s / request.slo_ttft_s if request.slo_ttft_s else 0.0
@@ -561,13 +618,14 @@ class GoodputRule:
         if not 0.0 < request.slo_ttft_s < request.ttft_s:  # else it was admitted although it would be late
             self._errors.learn(ttft_s - request.ttft_s, request, now)
         if over > _NEAR_LIMIT and self._over is not None:  # an empty pool is no sample of a full one
-            self._over.learn(max(1.0, over))
+            # Beyond the limit all are equal: a single stall would count as much as hundreds of answers.
+            self._over.learn(min(_MOST_OVER, max(1.0, over)))
 
     def check(self) -> None:
         self.prefill_price.check()
         self.decode_price.check()
         self._refused.check()
-        assert self._over is None or 0.0 < self._over.value < math.inf
+        assert self._over is None or 0.0 < self._over.value < 2.0 * _MOST_OVER
 
     def _decode_refusal(
         self, request: AdmissionRequest, pools: PoolCapacity, limit_s: float, now: float
@@ -606,27 +664,6 @@ class GoodputRule:
 
 def _value(request: AdmissionRequest) -> float:
     return 2.0 ** -max(-20, min(20, request.priority))
-
-
-def _at_price(
-    resource: WorkerRole,
-    price: ShadowPrice,
-    cost_s: float,
-    value: float,
-    capacity: int,
-    budget: float,
-    now: float,
-    seen: float = 1.0,
-) -> AdmissionResult | None:
-    """Why a request of that value is not worth its cost; None if it is, or if its class has a turn."""
-    if cost_s <= 0 or not capacity:
-        return None
-    price.offer(value, cost_s, now)
-    if price.is_paid(value, cost_s, budget, now) or price.take_turn(cost_s, capacity, now):
-        return None
-    wait_s = price.turn_in_s(cost_s, capacity)
-    most_s = value / price.per_second(budget, now)
-    return too_expensive(resource, cost_s, most_s, price.rate(now, seen), capacity, wait_s)
 
 
 # --- all rules

@@ -11,6 +11,7 @@ import dataclasses
 import heapq
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -601,6 +602,31 @@ def test_steps_that_went_beyond_the_room_leave_less_of_it() -> None:
     goodput.check()
 
 
+def test_a_few_stalled_answers_do_not_lower_the_limit_for_long() -> None:
+    goodput = rule()
+    for over in (*[1000.0] * 20, *[1.0] * 70):
+        goodput.decide(one_ahead(), POOLS, 0.0)
+        learn(goodput, 0.0, over)
+    room_s = goodput.decide(one_ahead("a"), POOLS, 1.0).tbt_room_s
+    unharmed = rule()
+    unharmed.decide(one_ahead(), POOLS, 0.0)
+    for _ in range(90):
+        learn(unharmed, 0.0, 1.0)
+    assert room_s == pytest.approx(unharmed.decide(one_ahead("a"), POOLS, 1.0).tbt_room_s, rel=0.05)
+    goodput.check()
+
+
+def test_a_request_that_fits_into_no_pool_says_nothing_of_those_that_do() -> None:
+    pools = PoolCapacity(1, 100, DecodeModel(0.01, 0.003, 0.0))
+    rooms = []
+    for slo_tbt_s in (0.05, 0.011):
+        goodput = rule()
+        goodput.decide(one_ahead(slo_tbt_s=slo_tbt_s, ttft_s=0.0), PoolCapacity(1, 1, pools.step), 0.0)
+        rooms.append(goodput.decide(one_ahead(ttft_s=0.0), pools, 0.0).tbt_room_s)
+    alone = rule().decide(one_ahead(ttft_s=0.0), pools, 0.0).tbt_room_s
+    assert rooms[0] < alone == rooms[1]
+
+
 def test_before_anything_is_learned_a_pool_of_few_requests_keeps_more_room() -> None:
     """The number that comes by chance varies by its square root."""
     rooms = []
@@ -803,7 +829,8 @@ def test_no_class_starves() -> None:
         now = tick / 10
         for cost_s in taken:
             bound_s = price.turn_in_s(cost_s, 4)
-            if price.take_turn(cost_s, 4, now):
+            if price.has_turn(cost_s, 4, now):
+                price.take_turn(cost_s)
                 taken[cost_s] += cost_s
                 waited[cost_s].append(now)
             elif waited[cost_s][-1]:
@@ -811,3 +838,23 @@ def test_no_class_starves() -> None:
     assert taken[0.5] == pytest.approx(2000 * 4 * 0.1 / 2, rel=0.1)
     assert taken[8.0] == pytest.approx(2000 * 4 * 0.1 / 2, rel=0.1)
     price.check()
+
+
+def test_no_class_starves_where_both_resources_are_scarce() -> None:
+    """A turn at prefill must not be lost to decode's price, nor what was earned at decode to prefill's."""
+    goodput = rule()
+    admitted: dict[bool, list[float]] = {True: [], False: []}
+    for tick in range(4000):
+        now, is_long = tick / 2, tick % 10 == 9
+        size: dict[str, Any] = {"prefill_s": 8.0, "num_tokens": 8000} if is_long else {}
+        one = one_ahead(queue_s=15.0, ttft_s=20.0, slo_ttft_s=30.0, output_tokens=1000, **size)
+        verdict = goodput.decide(one, POOLS, now)
+        if verdict.is_admitted:
+            admitted[is_long].append(now)
+        elif is_long and now > 100.0:
+            assert verdict.code == "overload"
+    # Either price alone refuses it until its class, one of two, has earned 8 s of 1/20, and 12 s at decode.
+    gaps = [after - before for before, after in pairwise([0.0, *admitted[True], 2000.0])]
+    assert max(gaps) <= 2 * (8.0 + 12.0) / 0.05 + 5.0, admitted[True]
+    assert len(admitted[False]) > 10 * len(admitted[True]), "they are worth more per second"
+    goodput.check()
