@@ -124,6 +124,13 @@ class ConductorClient(Protocol):
         ...
 
 
+class ConductorReach(msgspec.Struct, frozen=True):
+    """One row of ``conductors`` in ``/status``: whether a gateway can ask the conductor at an address."""
+
+    address: str
+    is_connected: bool
+
+
 class _ConductorLink:
     """The connection to one conductor."""
 
@@ -176,6 +183,11 @@ class RemoteConductor:
     def is_connected(self) -> bool:
         """Whether any conductor can be asked."""
         return any(link.is_connected for link in self._links)
+
+    @property
+    def conductors(self) -> list[ConductorReach]:
+        """All conductors, in the order of their addresses."""
+        return [ConductorReach(link.address, link.is_connected) for link in self._links]
 
     def describe(self) -> str:
         """The state of each conductor, as text."""

@@ -169,6 +169,7 @@ class Conductor:
                 num_blocks=self.index.num_blocks_of(one.id),
                 num_placed=int(self.loads.num_placed[one.slot]),
                 is_silent=one.is_silent,
+                has_answered=one.has_answered,
             )
             for one in self.instances.values()
         ]

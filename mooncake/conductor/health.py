@@ -66,7 +66,6 @@ HEALTH_MOVES: StateTable[Health] = StateTable(
     },
 )
 
-NOT_PROBED = "not probed yet"
 _CHOOSABLE = (Health.READY, Health.SUSPECT)
 
 
@@ -88,8 +87,11 @@ class Instance:
     is_watched: bool = False
     "Its KV events are followed."
     is_draining: bool = False
-    detail: str = NOT_PROBED
+    detail: str = "not probed yet"
     "Why it has this health, as text."
+
+    has_answered: bool = False
+    "It has answered a probe, whatever came later; one that never answered may not exist yet."
 
     failed_probes: int = 0
     "Failed probes in a row."
@@ -112,9 +114,9 @@ class Instance:
 
     @property
     def is_coming(self) -> bool:
-        """Whether it answers and will be ready; one that never answered may not exist yet."""
-        is_known = self.failed_probes == 0 and self.detail != NOT_PROBED
-        return self.health is Health.STARTING and is_known and not self.is_draining
+        """Whether it answers and will be ready."""
+        does_answer = self.has_answered and self.failed_probes == 0
+        return self.health is Health.STARTING and does_answer and not self.is_draining
 
     @property
     def state(self) -> str:
@@ -132,6 +134,7 @@ class Instance:
         """Apply a probe's result and set when the next one is due (``next_probe_at``)."""
         is_stale = self.probe_started_at is not None and self.failed_at >= self.probe_started_at
         self.probe_started_at = None
+        self.has_answered = self.has_answered or outcome is not ProbeOutcome.FAILED
         if outcome is ProbeOutcome.FAILED:
             self.failed_probes += 1
             self.detail = detail

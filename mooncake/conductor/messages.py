@@ -363,6 +363,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     num_placed: int
     is_silent: bool = False
     "No KV events of it are read: its blocks are inferred from the prompts it was given."
+    has_answered: bool = True
+    "It has answered a probe of this conductor; one that never did may not exist yet. True where unknown."
 
 
 # --- the rest of the wire ----------------------------------------------------------------------------

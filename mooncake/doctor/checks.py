@@ -8,6 +8,7 @@ out what follows from another finding: an engine that does not answer is one fin
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from mooncake.doctor.facts import (
@@ -16,6 +17,7 @@ from mooncake.doctor.facts import (
     Expectations,
     Facts,
     GatewayFacts,
+    InstanceFacts,
     PublisherFacts,
     Reach,
     Shot,
@@ -25,6 +27,9 @@ from mooncake.doctor.findings import DoctorFinding, Severity, finding
 
 MIN_SHARED_MEMORY_BYTES = 1 << 30
 MIN_LOCKED_MEMORY_BYTES = 1 << 30
+MAX_NAMES = 8
+"""Instances that one finding names."""
+
 MIN_PROMPTS = 20
 """Prompts after which the mean of their lengths counts as typical."""
 
@@ -106,16 +111,19 @@ def check_conductor(facts: Facts, expected: Expectations) -> Findings:
     gateway = facts.gateway
     if gateway is None or gateway.instances is None:
         return
-    if "can't be reached" in gateway.conductor:
-        yield finding("conductor_unreachable", gateway.address, gateway.conductor)
+    yield from _check_conductors(gateway)
     if not gateway.instances:
         yield finding("no_instance", gateway.address, "its list of instances is empty")
+    by_address = {one.address: one for one in facts.engines}
+    # One that was named with --engine is meant to run.
+    absent = [row for row in gateway.absent if row.address not in by_address]
+    if absent:
+        yield finding("instances_not_started", gateway.address, _names(absent, gateway.instances))
     for row in gateway.instances:
-        if row.health in ("down", "suspect", "starting"):
+        if row.health in ("down", "suspect", "starting") and row not in absent:
             yield finding("instance_not_ready", row.address, f"{row.role}, {row.health}: {row.detail}")
     if gateway.scheduling in _IGNORES_CACHE:
         yield finding("scheduling_ignores_cache", gateway.address, f"scheduling is {gateway.scheduling}")
-    by_address = {one.address: one for one in facts.engines}
     for row in gateway.instances:
         engine = by_address.get(row.address)
         if engine is None or not _has_computed(engine) or row.health != "ready":
@@ -126,6 +134,26 @@ def check_conductor(facts: Facts, expected: Expectations) -> Findings:
             yield finding("index_without_events", row.address, seen)
         elif row.num_blocks == 0 and publishes:
             yield finding("index_empty", row.address, "0 blocks in the gateway's status after the canary")
+
+
+def _check_conductors(gateway: GatewayFacts) -> Findings:
+    lost = [address for address, is_connected in gateway.conductors.items() if not is_connected]
+    num = len(gateway.conductors)
+    if lost and len(lost) == num:
+        yield finding("conductor_unreachable", gateway.address, gateway.conductor or ", ".join(lost))
+        return
+    for address in lost:
+        seen = f"{gateway.address} reaches {num - len(lost)} of {num} conductors, and not this one"
+        yield finding("conductor_lost", address, seen)
+
+
+def _names(absent: Sequence[InstanceFacts], rows: Sequence[InstanceFacts]) -> str:
+    """Numbers of absent instances by role, their first addresses, and why the first one is not ready."""
+    of_role = Counter(row.role for row in rows)
+    counts = [f"{num} of {of_role[role]} {role}" for role, num in Counter(row.role for row in absent).items()]
+    names = ", ".join(row.address for row in absent[:MAX_NAMES])
+    more = f" and {len(absent) - MAX_NAMES} more" if len(absent) > MAX_NAMES else ""
+    return f"{', '.join(counts)}: {names}{more}; the first: {absent[0].detail}"
 
 
 def _has_computed(engine: EngineFacts) -> bool:

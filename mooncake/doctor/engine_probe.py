@@ -76,15 +76,8 @@ async def read_engine(
         facts.reach = error.reach
         return facts, None
     facts.clock_skew_s = models.skew_s
-    if models.status in (401, 403):
-        facts.reach = Reach(
-            Trouble.DENIED, f"GET /v1/models was answered with {models.status}: {models.message}"
-        )
-        return facts, None
-    if models.status != 200:
-        facts.reach = Reach(
-            Trouble.OTHER, f"GET /v1/models was answered with {models.status}: {models.message}"
-        )
+    facts.reach = reach_of_models(models)
+    if not facts.reach.is_fine:
         return facts, None
     try:
         return facts, await _read_pages(http, server, facts, models.json(), given)
@@ -92,6 +85,17 @@ async def read_engine(
         # Anything may listen at an address: pages of another form are a finding, not a failure.
         facts.reach = Reach(Trouble.OTHER, f"its pages can't be read: {error!r}"[:300])
         return facts, None
+
+
+def reach_of_models(reply: HttpReply) -> Reach:
+    """Whether the answer to ``GET /v1/models`` is that of a server of the OpenAI API."""
+    seen = f"GET /v1/models was answered with {reply.status}: {reply.message}"
+    if reply.status in (401, 403):
+        return Reach(Trouble.DENIED, seen)
+    found = reply.json()
+    if reply.status != 200 or not isinstance(found, dict) or not isinstance(found.get("data"), list):
+        return Reach(Trouble.OTHER, seen)
+    return Reach()
 
 
 async def _read_pages(

@@ -65,7 +65,10 @@ class Examination:
         self.settings = settings
         self._given = read_sources(settings.events)
         self._earlier = _read_earlier(settings.canary_file)
+        self._named: dict[str, HttpServerAt] = {}
+        """Engines of ``--engine`` with the scheme that was written, by address."""
         self._servers: dict[str, HttpServerAt] = {}
+        """Servers as they were last read, by address."""
 
     async def run(self) -> Facts:
         """Collect all facts."""
@@ -106,10 +109,15 @@ class Examination:
             facts.gateway = await read_gateway(http, server, settings.admin_api_key)
             for row in facts.gateway.instances or []:
                 roles[row.address] = row.role
+            named = {self.server(url, "").address for url in settings.engine}
+            for row in facts.gateway.absent:
+                if row.address not in named:
+                    roles.pop(row.address, None)
         for url in settings.engine:
-            address = self.server(url, settings.engine_api_key).address
-            roles.setdefault(address, "")
-            self._servers[address] = self.server(url, settings.engine_api_key)
+            server = self.server(url, settings.engine_api_key)
+            roles.setdefault(server.address, "")
+            if "://" in url:
+                self._named[server.address] = server
         if len(roles) > MAX_ENGINES:
             facts.not_examined.append(("engines", f"{len(roles) - MAX_ENGINES} of {len(roles)} engines"))
         limit = asyncio.Semaphore(MAX_AT_ONCE)
@@ -124,7 +132,7 @@ class Examination:
         facts.engines.sort(key=lambda one: one.role == "decode")
 
     async def _read_engine(self, http: HttpProbe, address: str, role: str) -> EngineFacts:
-        named = self._servers.get(address)
+        named = self._named.get(address)
         server = named or self.server(address, self.settings.engine_api_key)
         engine, page = await read_engine(http, server, role, self._given)
         if named is None and engine.reach.trouble is Trouble.TLS and server.url.startswith("https:"):

@@ -170,6 +170,8 @@ class InstanceFacts:
     num_blocks: int = 0
     is_silent: bool | None = None
     "The conductor reads no events of it."
+    has_answered: bool | None = None
+    "It has answered a probe of the conductor; None: the gateway does not show it."
 
 
 @dataclass
@@ -187,6 +189,8 @@ class GatewayFacts:
     scheduling: str = ""
     protocol: str = ""
     conductor: str = ""
+    conductors: dict[str, bool] = field(default_factory=dict)
+    "Whether it reaches each conductor, by address; empty where the conductor runs inside it."
     degraded: str = ""
     block_tokens: int | None = None
     instances: list[InstanceFacts] | None = None
@@ -195,6 +199,17 @@ class GatewayFacts:
     max_files: int | None = None
     first: Shot | None = None
     second: Shot | None = None
+
+    @property
+    def absent(self) -> list[InstanceFacts]:
+        """Instances that never answered, while another one of their role did.
+
+        A gateway may list instances by name before they exist, as that of a rendered cluster does. A role of
+        which no instance ever answered is a fault all the same.
+        """
+        rows = self.instances or []
+        served = {row.role for row in rows if row.has_answered is not False}
+        return [row for row in rows if row.has_answered is False and row.role in served]
 
 
 @dataclass

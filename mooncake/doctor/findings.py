@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     "gateway_unreachable": Rule(
         Link.GATEWAY,
         _BROKEN,
-        "The gateway does not answer.",
+        "The gateway does not answer, or not as a server of the OpenAI API does.",
         "No client can be served.",
         "Start it, or name its address with `--url`; its log names the reason where it ended.",
     ),
@@ -153,12 +153,29 @@ RULES: dict[str, Rule] = {
         "Check that it runs and that the gateway reaches its /health; GET /story/INSTANCE shows what "
         "happened.",
     ),
+    "instances_not_started": Rule(
+        Link.CONDUCTOR,
+        _NOTICE,
+        "Instances that the gateway lists have never answered, while others of the same role have.",
+        "They get no requests. Names that are listed for later, as those of a rendered cluster up to "
+        "`max_prefill` and `max_decode`, are no fault.",
+        "Nothing, if they are not meant to run yet; else start them, or correct their addresses in the "
+        "gateway's `--prefill` and `--decode`. With `--engine` one of them is examined all the same.",
+    ),
     "conductor_unreachable": Rule(
         Link.CONDUCTOR,
         _BROKEN,
-        "The gateway does not reach its conductor.",
+        "The gateway does not reach its conductor, or none of several.",
         "Requests are placed without knowledge of caches and load.",
         "Start the conductor, and check the gateway's `--conductor`.",
+    ),
+    "conductor_lost": Rule(
+        Link.CONDUCTOR,
+        _WASTEFUL,
+        "The gateway does not reach one of its several conductors.",
+        "Others place its requests; when they are lost as well, requests are placed without knowledge of "
+        "caches and load.",
+        "Start it again, or correct its address in the gateway's `--conductor`.",
     ),
     "scheduling_ignores_cache": Rule(
         Link.CONDUCTOR,
@@ -189,7 +206,7 @@ RULES: dict[str, Rule] = {
     "engine_unreachable": Rule(
         Link.ENGINE,
         _BROKEN,
-        "An engine does not answer.",
+        "An engine does not answer, or not as a server of the OpenAI API does.",
         "Its requests fail or go elsewhere, and its cached blocks are lost.",
         "Start it, or correct its address in `--engine` or in the gateway's `--prefill` and `--decode`.",
     ),

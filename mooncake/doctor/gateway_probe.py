@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from mooncake.doctor.facts import GatewayFacts, InstanceFacts
+from mooncake.doctor.engine_probe import reach_of_models
+from mooncake.doctor.facts import GatewayFacts, InstanceFacts, Trouble
 from mooncake.doctor.http_probe import HttpProbe, HttpServerAt, Unanswered
 
 MAX_INSTANCES = 1024
@@ -22,11 +23,13 @@ async def read_gateway(http: HttpProbe, server: HttpServerAt, admin_api_key: str
         facts.reach = error.reach
         return facts
     facts.clock_skew_s = models.skew_s
-    found = models.json()
-    if models.status in (401, 403):
-        facts.key_refused = f"GET /v1/models was answered with {models.status}: {models.message}"
-    elif isinstance(found, dict):
-        cards = [one for one in found.get("data") or [] if isinstance(one, dict)]
+    reach = reach_of_models(models)
+    if reach.trouble is Trouble.DENIED:
+        facts.key_refused = reach.detail
+    elif not reach.is_fine:
+        facts.reach = reach  # its status may name the reason
+    else:
+        cards = [one for one in models.json()["data"] if isinstance(one, dict)]
         facts.models = tuple(str(one.get("id", "")) for one in cards)
     await asyncio.gather(_read_version(http, server, facts), read_status(http, server, admin_api_key, facts))
     return facts
@@ -60,13 +63,18 @@ async def read_status(http: HttpProbe, server: HttpServerAt, admin_api_key: str,
         return
     facts.scheduling, facts.protocol = str(found.get("scheduling", "")), str(found.get("protocol", ""))
     facts.conductor = str(found.get("conductor", ""))
+    conductors = found.get("conductors")
+    links = conductors if isinstance(conductors, list) else []
+    facts.conductors = {
+        str(one.get("address", "")): bool(one.get("is_connected")) for one in links if isinstance(one, dict)
+    }
     size = found.get("block_tokens")
     facts.block_tokens = size if isinstance(size, int) else None
     facts.instances = [_instance(row) for row in rows if isinstance(row, dict)][:MAX_INSTANCES]
 
 
 def _instance(row: Mapping[str, Any]) -> InstanceFacts:
-    silent = row.get("is_silent")
+    silent, answered = row.get("is_silent"), row.get("has_answered")
     return InstanceFacts(
         address=str(row.get("instance", "")),
         role=str(row.get("role", "")),
@@ -74,4 +82,5 @@ def _instance(row: Mapping[str, Any]) -> InstanceFacts:
         detail=str(row.get("detail", "")),
         num_blocks=blocks if isinstance(blocks := row.get("num_blocks"), int) else 0,
         is_silent=silent if isinstance(silent, bool) else None,
+        has_answered=answered if isinstance(answered, bool) else None,
     )

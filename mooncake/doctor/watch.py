@@ -122,7 +122,9 @@ def examined_links(facts: Facts) -> Iterable[tuple[str, str]]:
     if facts.gateway is not None:
         yield Link.GATEWAY.value, facts.gateway.address
         if facts.gateway.instances is not None:
-            yield from ((Link.CONDUCTOR.value, row.address) for row in facts.gateway.instances)
+            absent = facts.gateway.absent
+            rows = [row.address for row in facts.gateway.instances if row not in absent]
+            yield from ((Link.CONDUCTOR.value, one) for one in (*rows, *facts.gateway.conductors))
     for engine in facts.engines:
         yield Link.ENGINE.value, engine.address
         yield Link.HOST.value, engine.address

@@ -232,6 +232,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "scaling": await gateway.scheduling.scaling(),
         "protocol": gateway.protocol if gateway.seems_to_front_engines else "workers",
         "conductor": gateway.conductor_state,
+        "conductors": gateway.conductors,
         "degraded": degraded,
         "requests_in_flight": gateway.limiter.num_in_flight,
         "instances": rows,

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta
 
 from mooncake import clock
-from mooncake.conductor.client import ConductorClient, RemoteConductor
+from mooncake.conductor.client import ConductorClient, ConductorReach, RemoteConductor
 from mooncake.conductor.messages import AddInstance
 from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mooncake.conductor import client
-from mooncake.conductor.client import RemoteConductor
+from mooncake.conductor.client import ConductorReach, RemoteConductor
 from mooncake.conductor.messages import AddInstance, Failed, Finished, Place, ReportedFact
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.types import WorkerRole
@@ -43,6 +43,18 @@ async def remote(server: ConductorServer) -> AsyncIterator[RemoteConductor]:
     await remote.start()
     yield remote
     await remote.close()
+
+
+async def test_each_conductor_s_connection_is_shown(server: ConductorServer) -> None:
+    reached, lost = f"127.0.0.1:{server.rpc.port}", "127.0.0.1:9"
+    remote = RemoteConductor(reached, lost)
+    assert [one.is_connected for one in remote.conductors] == [False, False]
+    await remote.start()
+    try:
+        await until(lambda: remote.is_connected)
+        assert remote.conductors == [ConductorReach(reached, True), ConductorReach(lost, False)]
+    finally:
+        await remote.close()
 
 
 async def test_facts_arrive_in_order(

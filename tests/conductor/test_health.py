@@ -46,6 +46,16 @@ def test_alive_but_not_ready_gets_no_work(instance: Instance) -> None:
     assert probe(instance, ProbeOutcome.ALIVE, 3.0) is Health.STARTING
 
 
+def test_one_that_never_answered_is_not_coming(instance: Instance) -> None:
+    assert (instance.has_answered, instance.is_coming) == (False, False), "it was not probed yet"
+    probe(instance, ProbeOutcome.FAILED, 1.0)
+    assert (instance.has_answered, instance.is_coming) == (False, False)
+    probe(instance, ProbeOutcome.ALIVE, 2.0)
+    assert (instance.has_answered, instance.is_coming) == (True, True)
+    probe(instance, ProbeOutcome.FAILED, 3.0)
+    assert (instance.has_answered, instance.is_coming) == (True, False), "it was lost, but it exists"
+
+
 def test_a_probe_sent_before_the_failure_proves_nothing(instance: Instance) -> None:
     probe(instance, ProbeOutcome.READY, 1.0)
     instance.on_failure("connection reset", 5.0)

@@ -154,6 +154,15 @@ def row(number: int, **values: object) -> Callable[[Facts], None]:
     return setting(lambda facts: an_instance(facts, number), **values)
 
 
+def add_absent(facts: Facts, num: int) -> None:
+    rows = the_gateway(facts).instances
+    assert rows is not None
+    rows += [
+        InstanceFacts(f"decode-{number}:8000", "decode", "starting", "no such host", has_answered=False)
+        for number in range(num)
+    ]
+
+
 def first_shot(number: int, **values: object) -> Callable[[Facts], None]:
     return setting(lambda facts: shot_of(facts, number), **values)
 
@@ -185,11 +194,11 @@ FAULTS: list[tuple[str, str, Callable[[Facts], None]]] = [
     ),
     ("no_instance", GATEWAY, gateway(instances=[])),
     ("instance_not_ready", B, row(1, health="down")),
-    (
-        "conductor_unreachable",
-        GATEWAY,
-        gateway(conductor="h:1 (can't be reached: workers are chosen without it)"),
-    ),
+    ("instance_not_ready", B, row(1, health="starting", has_answered=False)),
+    ("instances_not_started", GATEWAY, lambda facts: add_absent(facts, 1)),
+    ("conductor_unreachable", GATEWAY, gateway(conductors={"h:1": False})),
+    ("conductor_unreachable", GATEWAY, gateway(conductors={"h:1": False, "h:2": False})),
+    ("conductor_lost", "h:2", gateway(conductors={"h:1": True, "h:2": False})),
     ("scheduling_ignores_cache", GATEWAY, gateway(scheduling="round_robin")),
     ("index_without_events", B, row(1, is_silent=True)),
     ("index_empty", B, row(1, num_blocks=0)),
@@ -278,6 +287,28 @@ def test_a_fault_is_found_where_it_is(code: str, where: str, change: Callable[[F
     assert (code, where) in {(one.code, one.where) for one in found}, found
     (one,) = (one for one in found if (one.code, one.where) == (code, where))
     assert one.seen and one.remedy == RULES[code].remedy
+
+
+def test_instances_that_do_not_exist_yet_are_one_notice() -> None:
+    facts = healthy()
+    add_absent(facts, 24)
+    (found,) = examine(facts, EXPECTED)
+    assert (found.code, found.severity) == ("instances_not_started", Severity.NOTICE)
+    assert "24 of 25 decode: decode-0:8000" in found.seen and "no such host" in found.seen
+    facts.engines.append(an_engine("decode-7:8000", "decode", 32))
+    alarms = {(one.code, one.where) for one in examine(facts, EXPECTED)}
+    assert ("instance_not_ready", "decode-7:8000") in alarms, "it was named, and it runs"
+
+
+def test_one_of_several_conductors_is_no_alarm_about_placements() -> None:
+    facts = healthy()
+    the_gateway(facts).conductors = {"h:1": True, "h:2": False}
+    the_gateway(facts).conductor = "h:1 (leads), h:2 (can't be reached)"
+    (found,) = examine(facts, EXPECTED)
+    assert (found.code, found.where, found.severity) == ("conductor_lost", "h:2", Severity.WASTEFUL)
+    assert "1 of 2" in found.seen
+    the_gateway(facts).conductors = {"h:1": True, "h:2": True}
+    assert examine(facts, EXPECTED) == []
 
 
 def test_kv_identities_of_our_workers_are_compared() -> None:

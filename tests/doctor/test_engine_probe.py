@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from mooncake.conductor.event_subscriptions import EventSource
@@ -46,7 +47,7 @@ def models(owner: str, *names: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def a_server(pages: Mapping[str, Any], status: int = 200) -> AsyncIterator[HttpServerAt]:
+async def a_server(pages: Mapping[str, Any], status: int = 200, port: int = 0) -> AsyncIterator[HttpServerAt]:
     async def answer(http: web.Request) -> web.Response:
         page = pages.get(http.path)
         if page is None:
@@ -59,7 +60,7 @@ async def a_server(pages: Mapping[str, Any], status: int = 200) -> AsyncIterator
     app.router.add_get("/{path:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     yield HttpServerAt(f"http://127.0.0.1:{runner.addresses[0][1]}")
     await runner.cleanup()
 
@@ -144,7 +145,12 @@ async def test_other_servers_leave_most_unknown() -> None:
     facts = await facts_of({"/v1/models": models("others", "m"), "/metrics": "no metrics { at all"})
     assert facts.reach.is_fine and facts.kind is EngineKind.OTHER
     assert (facts.block_tokens, facts.publishers, facts.has_prefix_cache) == (None, None, None)
-    assert not (await facts_of({"/v1/models": "[1]"})).models
+
+
+@pytest.mark.parametrize("page", ["<html>welcome</html>", [1], {"status": "ok"}, {"data": None}])
+async def test_what_has_no_list_of_models_is_no_engine(page: Any) -> None:
+    facts = await facts_of({"/v1/models": page})
+    assert facts.reach.trouble is Trouble.OTHER and "/v1/models was answered with 200" in facts.reach.detail
 
 
 async def test_publishers_that_the_operator_names() -> None:

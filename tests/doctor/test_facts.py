@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.doctor.facts import Reach, Shot, Trouble
+from mooncake.doctor.facts import GatewayFacts, InstanceFacts, Reach, Shot, Trouble
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,27 @@ from mooncake.doctor.facts import Reach, Shot, Trouble
 def test_reused(cached: int | None, hits: int | None, external: int | None, reused: int | None) -> None:
     shot = Shot(200, cached_tokens=cached, counted_hits=hits, counted_external_hits=external)
     assert shot.reused == reused
+
+
+@pytest.mark.parametrize(
+    ("answered", "absent"),
+    [
+        ([True, False, False], [1, 2]),
+        ([False, False], []),
+        ([None, False], [1]),
+        ([True, None], []),
+    ],
+)
+def test_instances_are_absent_beside_others_of_their_role(
+    answered: list[bool | None], absent: list[int]
+) -> None:
+    rows = [
+        InstanceFacts(f"p:{number}", "prefill", "starting", has_answered=one)
+        for number, one in enumerate(answered)
+    ]
+    rows.append(InstanceFacts("d:0", "decode", "ready", has_answered=True))
+    assert [row.address for row in GatewayFacts("g:1", instances=rows).absent] == [f"p:{n}" for n in absent]
+    assert GatewayFacts("g:1").absent == []
 
 
 def test_only_200_is_an_answer() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mooncake.doctor.facts import GatewayFacts
+import pytest
+
+from mooncake.doctor.checks import examine
+from mooncake.doctor.facts import Expectations, Facts, GatewayFacts, Trouble
+from mooncake.doctor.findings import Severity
 from mooncake.doctor.gateway_probe import read_gateway
 from mooncake.doctor.http_probe import HttpProbe
 from mooncake.security import Identity
@@ -25,6 +29,7 @@ ROW = {
     "detail": "",
     "num_blocks": 3,
     "is_silent": True,
+    "has_answered": False,
 }
 
 
@@ -40,6 +45,7 @@ async def test_ours_with_the_admin_key() -> None:
     assert facts.instances is not None
     (row,) = facts.instances
     assert (row.address, row.role, row.num_blocks, row.is_silent) == ("a:1", "decode", 3, True)
+    assert row.has_answered is False
 
 
 async def test_ours_without_it() -> None:
@@ -49,14 +55,41 @@ async def test_ours_without_it() -> None:
 
 async def test_rows_of_another_version_or_form() -> None:
     row = {"instance": "a:1", "num_blocks": "many"}
-    facts = await facts_of({"/v1/models": [], "/status": {**STATUS, "instances": [row, 7]}})
+    pages = {"/v1/models": models("mooncake", "m")}
+    facts = await facts_of({**pages, "/status": {**STATUS, "instances": [row, 7], "conductors": [7]}})
     assert facts.instances is not None and len(facts.instances) == 1
     assert facts.instances[0].is_silent is None and facts.instances[0].num_blocks == 0
+    assert facts.instances[0].has_answered is None and facts.conductors == {}
+
+
+async def test_conductors_that_it_reaches() -> None:
+    links = [{"address": "h:1", "is_connected": True}, {"address": "h:2", "is_connected": False}]
+    status = {**STATUS, **DETAILS, "instances": [ROW], "conductors": links}
+    facts = await facts_of({"/v1/models": models("mooncake", "m"), "/status": status})
+    assert facts.conductors == {"h:1": True, "h:2": False}
 
 
 async def test_another_router() -> None:
     facts = await facts_of({"/v1/models": models("vllm", "m"), "/status": {"status": "ok"}})
     assert facts.reach.is_fine and not facts.is_ours and facts.instances is None and not facts.status_refused
+
+
+@pytest.mark.parametrize(
+    ("pages", "status", "seen"),
+    [
+        ({}, 200, "answered with 404: Not Found"),
+        ({"/v1/models": "the upstream is down"}, 502, "answered with 502: the upstream is down"),
+        ({"/v1/models": "<html>welcome</html>"}, 200, "answered with 200: <html>"),
+        ({"/v1/models": {"status": "ok"}}, 200, "answered with 200"),
+    ],
+)
+async def test_what_has_no_list_of_models_is_no_gateway(
+    pages: dict[str, Any], status: int, seen: str
+) -> None:
+    facts = await facts_of(pages, status)
+    assert facts.reach.trouble is Trouble.OTHER and seen in facts.reach.detail
+    (found,) = examine(Facts([], facts), Expectations())
+    assert (found.code, found.severity) == ("gateway_unreachable", Severity.BROKEN)
 
 
 async def test_a_refused_key() -> None:

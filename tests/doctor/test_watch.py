@@ -29,6 +29,23 @@ def some_facts(*engines: str) -> Facts:
     return facts
 
 
+def test_absent_instances_have_no_gauge_and_conductors_have_one() -> None:
+    facts = some_facts(A)
+    assert facts.gateway is not None and facts.gateway.instances is not None
+    facts.gateway.instances.append(InstanceFacts(B, "decode", "starting", has_answered=False))
+    facts.gateway.conductors = {"h:1": True, "h:2": False}
+    board = LinkBoard()
+    board.update(facts, [finding("conductor_lost", "h:2", "1 of 2")])
+    links = series("mooncake_doctor_link_ok")
+    conductors = {labels: ok for labels, ok in links.items() if 'link="conductor"' in labels}
+    assert conductors == {
+        f'link="conductor",where="{A}"': 1,
+        'link="conductor",where="h:1"': 1,
+        'link="conductor",where="h:2"': 0,
+    }
+    board.update(Facts(), [])
+
+
 def test_one_gauge_for_each_link(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     board = LinkBoard()

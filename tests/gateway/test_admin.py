@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from mooncake.conductor.messages import ChunkMeasured
+from mooncake.conductor.server import ConductorServer, ConductorService
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.app import check_exposure, create_operator_app
 from mooncake.gateway.gateway import GatewaySettings
@@ -19,6 +21,8 @@ from mooncake.inference.tokenizer import Tokenizer
 from mooncake.security import Identity, SecuritySettings
 from mooncake.security.keys import format_secret
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
+from tests.gateway.doubles import BLOCK_TOKENS
+from tests.waiting import until
 
 KEY = {"X-API-Key": ADMIN_KEY}
 
@@ -109,7 +113,35 @@ async def test_status_lists_the_instances(stack: Stack) -> None:
     assert status["decode_node_count"] == 2
     assert (status["model"], status["conductor"], status["degraded"]) == ("tiny", "inside this gateway", "")
     [prefill] = [row for row in status["instances"] if row["role"] == "prefill"]
-    assert (prefill["health"], prefill["num_placed"]) == ("ready", 1)
+    assert (prefill["health"], prefill["num_placed"], prefill["has_answered"]) == ("ready", 1, True)
+    assert status["conductors"] == []
+
+
+async def test_status_tells_instances_that_never_answered_from_others(stack: Stack) -> None:
+    change = {"type": "decode", "instance": "127.0.0.1:9"}
+    assert (await stack.post("/instances/add", change, KEY))[0] == 200
+    _, status = await stack.get("/status")
+    answered = {row["instance"]: row["has_answered"] for row in status["instances"]}
+    assert answered.pop("127.0.0.1:9") is False
+    assert set(answered.values()) == {True}
+
+
+async def test_status_names_the_conductors_that_it_reaches(tokenizer: Tokenizer) -> None:
+    service = ConductorService(SchedulingSettings(block_tokens=BLOCK_TOKENS, suspect_probe_interval_s=0.05))
+    server = ConductorServer(service)
+    await service.start()
+    reached, lost = await server.start("127.0.0.1", 0), 9
+    try:
+        async with running(tokenizer, conductor=f"127.0.0.1:{reached},127.0.0.1:{lost}") as stack:
+            await until(lambda: any(one.is_connected for one in stack.gateway.conductors))
+            _, status = await stack.get("/status")
+    finally:
+        await server.close()
+        await service.close()
+    assert status["conductors"] == [
+        {"address": f"127.0.0.1:{reached}", "is_connected": True},
+        {"address": f"127.0.0.1:{lost}", "is_connected": False},
+    ]
 
 
 async def test_the_story_says_why(stack: Stack) -> None:
