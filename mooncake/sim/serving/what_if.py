@@ -8,7 +8,12 @@ batch sizes that the requests' times imply, the size of the cache to the measure
 between the first two runs is the error of that model, and is part of the answer; the effect is the relation
 of the last two, which share that error, applied to what was measured.
 
-Requests arrive when they did. That agents would go on earlier after a faster answer is not modelled.
+Requests arrive when they did. That agents would go on earlier after a faster answer is not modelled. Requests
+that were rejected are in neither simulation, nor are the rules that rejected them: how long their answers
+would have been, and which of them a change would admit, was not measured.
+
+Colocated instances have one memory for the cache and for what is in progress. It has room for the most that
+was in progress at once: that much was there.
 """
 
 from __future__ import annotations
@@ -45,10 +50,12 @@ _UNLIMITED_BYTES_PER_S = 1e12
 _DEVICE_TOKENS = 1 << 40
 _UNLIMITED_BATCH = 1024
 _FEWEST_STEPS = 3
-_LONG_PROMPTS = 8
+_SPARE = 1.25
+"""Room for what is in progress in a simulation, as a multiple of what was: it deviates a little."""
 _FEWEST_FREE = 5
 _WAITS_LONGER = 3.0
 _UNDISTURBED = 0.1
+_LEAST_WAITING = 0.25
 _INSTANTS = 0.02
 """A part of the time in which instances are busy that counts as no time."""
 
@@ -171,6 +178,9 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     Raises:
         InvalidArgument: there are too few requests, too little was measured, or the change is impossible.
     """
+    notes: list[str] = []
+    arrivals_ms = [row.timestamp for row in question.rows if row.timestamp >= question.since_ms]
+    question = _without_rejected(question, notes)
     rows = question.rows
     is_asked = np.array([row.timestamp >= question.since_ms for row in rows])
     num_asked = int(is_asked.sum())
@@ -182,19 +192,23 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
         TraceRow(one.timestamp / 1e3, one.input_length, one.output_length, tuple(one.hash_ids))
         for one in rows
     ]
-    asked_s = [row.timestamp_s for row, is_one in zip(trace, is_asked, strict=True) if is_one]
-    span_s = max(1e-3, asked_s[-1] - asked_s[0])
+    span_s = max(1e-3, (arrivals_ms[-1] - arrivals_ms[0]) / 1e3)
     measured = _measured(question)
-    fitting = _Model(question, trace, is_asked, measured.figures(is_asked, span_s).hit_rate)
+    fitting = _Model(question, trace, is_asked, measured, notes)
     now, size_tokens = fitting.fitted()
     changed_tokens = min(round(size_tokens * change.memory), max(size_tokens, fitting.most_tokens))
-    spec = fitting.spec(changed_tokens, change.prefill, change.decode)
+    spec = fitting.spec(changed_tokens, change.prefill, change.decode, change.load)
+    if not question.num_prefill and change.load * question.num_decode > spec.num_prefill:
+        notes.append("that memory suffices for more requests in progress is assumed: it was not measured")
     policy = change.policy or question.policy
     later = fitting.run(spec, policy, change.load)
     # More load: the same requests in less time.
     spans = (span_s, span_s, span_s / change.load)
     figures = [one.figures(is_asked, s) for one, s in zip((measured, now, later), spans, strict=True)]
     effect = _effects(now, later, np.flatnonzero(is_asked), spans[1:], figures[1:])
+    expected = {name: _applied(name, get(figures[0]), effect[name].value) for name, get in _FIGURES.items()}
+    # A baseline with fewer good requests than were measured makes the effect on them too large.
+    expected["goodput_per_s"] = min(expected["goodput_per_s"], num_asked / spans[2])
     return WhatIfAnswer(
         rows=num_asked,
         minutes=round(span_s / 60, 3),
@@ -202,9 +216,7 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
         measured=figures[0],
         baseline=figures[1],
         changed=figures[2],
-        expected={
-            name: _applied(name, get(figures[0]), effect[name].value) for name, get in _FIGURES.items()
-        },
+        expected=expected,
         effect=effect,
         model_error={
             name: _relation(name, get(figures[0]), get(figures[1])) for name, get in _FIGURES.items()
@@ -215,24 +227,47 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     )
 
 
+def _without_rejected(question: WhatIfQuestion, notes: list[str]) -> WhatIfQuestion:
+    rows = [row for row in question.rows if row.status != "rejected"]
+    num_rejected = len(question.rows) - len(rows)
+    if num_rejected:
+        notes.append(
+            f"{num_rejected:,} requests that were rejected are left out: which of them would be admitted "
+            "after the change is not predicted"
+        )
+    return msgspec.structs.replace(question, rows=rows)
+
+
 class _Model:
     """The live cluster in the simulator's terms."""
 
     def __init__(
-        self, question: WhatIfQuestion, trace: list[TraceRow], is_asked: NDArray[np.bool_], hit_rate: float
+        self,
+        question: WhatIfQuestion,
+        trace: list[TraceRow],
+        is_asked: NDArray[np.bool_],
+        measured: _Columns,
+        notes: list[str],
     ) -> None:
         self._question, self._trace, self._is_asked = question, trace, is_asked
-        self._hit_rate = hit_rate
-        self.notes: list[str] = []
+        self._hit_rate = measured.figures(is_asked, 1.0).hit_rate
+        self._measured_ttft_s = measured.ttft_s
+        self.notes = notes
         self.has_pool = question.num_prefill > 0 and any(row.loaded_tokens for row in question.rows)
-        self._costs = costs_of(question.rows, self.notes)
-        self._max_batch = limit_of_batch([row for row in question.rows if row.is_done]) or _UNLIMITED_BATCH
+        self._costs = costs_of(question.rows, notes)
+        if not question.num_prefill:  # what the steps of others take of the rest differs: see ``fitted``
+            self._costs = msgspec.structs.replace(self._costs, first_token_s=0.0)
+        limit = limit_of_batch([row for row in question.rows if row.is_done])
+        self._max_batch = limit or _UNLIMITED_BATCH
         self._longest = max(row.input_length for row in question.rows)
+        self._in_progress = most_in_progress(question.rows, question.block_tokens, limit)
         self.most_tokens = 0
         """A cache of this size never evicts."""
 
-    def spec(self, size_tokens: int, more_prefill: int = 0, more_decode: int = 0) -> ClusterSpec:
-        """The cluster with a cache of this size, and more instances. Raises InvalidArgument."""
+    def spec(
+        self, size_tokens: int, more_prefill: int = 0, more_decode: int = 0, load: float = 1.0
+    ) -> ClusterSpec:
+        """The cluster with a cache of this size, more instances, and so much load. Raises InvalidArgument."""
         question = self._question
         size = question.block_tokens
         num_prefill, num_decode = question.num_prefill + more_prefill, question.num_decode + more_decode
@@ -247,8 +282,10 @@ class _Model:
                     "prefill", more_prefill, "0: every instance computes prompts and decodes"
                 )
             own = max(least, size_tokens // question.num_decode)
-            # Their memory has both the cache and what is in progress.
-            device_tokens = own + _LONG_PROMPTS * self._longest
+            # Their memory has both the cache and what is in progress. With more load for each, more requests
+            # are in progress, and each of them for longer.
+            more = max(1.0, load * question.num_decode / num_decode)
+            device_tokens = own + round(_SPARE * more * more * self._in_progress)
             costs = msgspec.structs.replace(
                 self._costs, decode_makes_first_token=False, device_tokens=device_tokens
             )
@@ -257,8 +294,8 @@ class _Model:
                 mode="chunked_prefix",
                 num_prefill=num_decode,
                 num_decode=0,
+                max_batch=self._max_batch,
                 block_tokens=size,
-                cache_tokens=own,
             )
         if not self.has_pool:
             own = max(least, size_tokens // question.num_prefill)
@@ -313,9 +350,36 @@ class _Model:
             low, high = (low, size_tokens) if error > 0 else (size_tokens, high)
             size_tokens = max(1, round((max(1, low) * high) ** 0.5))
         assert found is not None
+        if not question.num_prefill:
+            late_s = self._measured_ttft_s - found[2].ttft_s
+            first_token_s = max(0.0, float(np.nanquantile(late_s, _LEAST_WAITING)))
+            self._costs = msgspec.structs.replace(self._costs, first_token_s=first_token_s)
+            found = (found[0], found[1], self.run(self.spec(found[1]), question.policy))
         if found[1] >= reuse.unique_tokens:
             self.notes.append("nothing that these requests use was evicted: more memory changes nothing")
         return found[2], found[1]
+
+
+def most_in_progress(rows: Sequence[RecordedRequest], block_tokens: int, limit: int = 0) -> int:
+    """Most tokens of KV, of prompts and answers, that one instance had in progress at a time, in whole
+    blocks. ``limit``: most answers that it decodes at a time, where that is known."""
+
+    def num_tokens(row: RecordedRequest) -> int:
+        return -(-(row.input_length + row.output_length) // block_tokens) * block_tokens
+
+    by_instance: dict[int, list[RecordedRequest]] = {}
+    for row in rows:
+        by_instance.setdefault(row.decode, []).append(row)
+    longest = most = max(map(num_tokens, rows))
+    for those in by_instance.values():
+        begins = np.array([row.timestamp + row.queued_ms for row in those])
+        ends = np.maximum(begins, [row.ends_ms for row in those])
+        amounts = np.array([float(num_tokens(row)) for row in those])
+        # Of one instant, beginnings come first.
+        order = np.argsort(np.concatenate([begins, ends]), kind="stable")
+        most = max(most, int(np.cumsum(np.concatenate([amounts, -amounts])[order]).max()))
+    # Those that wait for a place in the batch have no memory yet.
+    return min(most, limit * longest) if limit else most
 
 
 def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
@@ -356,7 +420,7 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
         free = rests[~_wait_for_batch(timed, limit - 1)]
         undisturbed = float(np.median(free)) if len(free) >= _FEWEST_FREE else float(rests.min())
     else:
-        undisturbed = float(np.quantile(rests, 0.25)) if len(rests) else 0.0
+        undisturbed = float(np.quantile(rests, _LEAST_WAITING)) if len(rests) else 0.0
     first_token_s = max(0.0, undisturbed)
     return NodeCosts(
         title="as recorded",

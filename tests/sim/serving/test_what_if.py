@@ -184,6 +184,77 @@ def test_what_cannot_be_answered_is_refused(change: Change, rows: list[RecordedR
         ask(change, rows)
 
 
+TOGETHER = dataclasses.replace(SPEC, mode="chunked_prefix", num_decode=0, cache_tokens=None)
+"""One instance that does both, where steps take little of each other's time."""
+QUICK = msgspec.structs.replace(
+    COSTS,
+    prefill=PrefillModel(0.005, 2e-5, 1e-9),
+    decode=DecodeModel(0.02, 5e-4, 1e-8),
+    device_tokens=1 << 20,
+)
+
+
+def alone(num_rows: int, rate: float) -> list[TraceRow]:
+    """Prompts that share nothing, with long answers: some dozens are in progress at a time."""
+    random, now = Random(1), 0.0
+    rows = []
+    for number in range(num_rows):
+        now += random.expovariate(rate)
+        num_input = random.randrange(600, 1400)
+        keys = tuple(range(number * 100, number * 100 + num_input // BLOCK))
+        rows.append(TraceRow(now, num_input, random.randrange(300, 500), keys))
+    return rows
+
+
+@pytest.mark.parametrize("change", [Change(decode=1), Change(load=2.0)], ids=["decode", "load"])
+def test_instances_that_do_both_have_room_for_what_is_in_progress(change: Change) -> None:
+    rows, spec = alone(300, 1.6), dataclasses.replace(TOGETHER, costs=QUICK)
+    recorded = recording_of(rows, spec)
+    in_progress_s = sum(row.e2e_ms for row in recorded) / 1e3
+    assert in_progress_s / rows[-1].timestamp_s > 15
+    found = ask(change, recorded, num_prefill=0)
+    assert abs(found.model_error["ttft_mean_s"]) < 0.1
+    assert abs(found.model_error["e2e_mean_s"]) < 0.05
+    after = simulate(
+        rows, dataclasses.replace(spec, num_prefill=1 + change.decode), "cache_aware", speedup=change.load
+    )
+    assert found.expected["ttft_mean_s"] == pytest.approx(after.summary().ttft_s.mean, rel=0.25)
+    assert found.expected["e2e_mean_s"] == pytest.approx(after.summary().e2e_s.mean, rel=0.1)
+    assert any("memory suffices" in note for note in found.notes) == (change.load > 1)
+
+
+def test_instances_that_do_both_have_as_many_places_as_now() -> None:
+    spec = dataclasses.replace(TOGETHER, costs=QUICK, max_batch=4)
+    rows = alone(300, 0.36)
+    recorded = [msgspec.structs.replace(row, queued_ms=0.0) for row in recording_of(rows, spec)]
+    assert limit_of_batch(recorded) == 4
+    found = ask(Change(), recorded, num_prefill=0)
+    assert found.measured.ttft_s.mean > 1.0, "most of it is waiting for a place"
+    assert abs(found.model_error["ttft_mean_s"]) < 0.1
+
+
+def test_rejected_requests_are_left_out_of_both_simulations() -> None:
+    """A live gateway refused them; as requests of one token they would take prefill's time."""
+    rejected = [
+        msgspec.structs.replace(row, status="rejected", output_length=0, ttft_ms=0.0, e2e_ms=0.0, tbt_ms=0.0)
+        for row in RECORDED[1:-1:2]
+    ]
+    among = sorted([*RECORDED, *rejected], key=lambda row: row.timestamp)
+    found, without = ask(Change(decode=1), among), ask(Change(decode=1))
+    assert any("rejected are left out" in note for note in found.notes) and not without.notes
+    assert msgspec.structs.replace(found, notes=[]) == msgspec.structs.replace(without, notes=[])
+
+
+def test_no_more_good_requests_are_expected_than_come() -> None:
+    """The simulated cluster misses more objectives than the measured one, so the effect on them is larger."""
+    lucky = [msgspec.structs.replace(row, tbt_ms=min(row.tbt_ms, 40.0)) for row in RECORDED]
+    found = ask(Change(decode=3), lucky, slo_tbt_s=0.05)
+    measured, effect = found.measured.goodput_per_s, found.effect["goodput_per_s"].value
+    rate = len(ROWS) / (ROWS[-1].timestamp_s - ROWS[0].timestamp_s)
+    assert measured * (1 + effect) > rate
+    assert found.expected["goodput_per_s"] == pytest.approx(rate)
+
+
 def test_instances_that_do_both_can_become_more() -> None:
     found = ask(Change(decode=1), num_prefill=0)
     assert found.effect["e2e_mean_s"].value < 0
