@@ -12,6 +12,11 @@ ItemT = TypeVar("ItemT")
 
 PART_BYTES = 512 << 20
 """Approximate size of the parts into which a batch is split."""
+SLOW_PART_BYTES = 64 << 20
+"""Size of the parts in which bytes are read that did not arrive in time at first. Each of them must arrive
+within the lease of its object, which is kept alive from one to the next."""
+LATE_S = 1.0
+"""Time after which an object that was not read may only have been too slow; a miss takes less."""
 
 
 def pick(values: Sequence[ItemT], at: Sequence[int]) -> list[ItemT]:
@@ -28,12 +33,18 @@ def on_good(good: Sequence[bool], act: Callable[[list[int]], list[int]]) -> list
     return codes
 
 
-def cut(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of ``sizes``, in order, in groups of about ``PART_BYTES``."""
+def is_late(seconds: float, timeout_s: float) -> bool:
+    """Whether a read that took so long, and did not find an object, may have found it with more time."""
+    return seconds >= min(LATE_S, timeout_s)
+
+
+def cut(sizes: Sequence[int], part_bytes: int | None = None) -> Iterator[list[int]]:
+    """Indices of ``sizes``, in order, in groups of about ``part_bytes``, by default ``PART_BYTES``."""
+    most = PART_BYTES if part_bytes is None else part_bytes
     group: list[int] = []
     in_group = 0
     for at, size_bytes in enumerate(sizes):
-        if group and in_group + size_bytes > PART_BYTES:
+        if group and in_group + size_bytes > most:
             yield group
             group, in_group = [], 0
         group.append(at)

@@ -8,6 +8,7 @@ the batch are read.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -22,7 +23,7 @@ from mooncake.compat.store.arguments import (
     rows,
     total_bytes,
 )
-from mooncake.compat.store.batches import cut, pick
+from mooncake.compat.store.batches import cut, is_late, pick
 from mooncake.compat.store.buffer_pool import BufferHandle
 from mooncake.compat.store.caller_memory import BufferRegistrationCalls, are_accessible, is_accessible
 from mooncake.compat.store.error_codes import StoreCode
@@ -181,22 +182,23 @@ class ReadCalls(BufferRegistrationCalls):
         def get(session: StoreSession) -> list[bytes]:
             values = [b""] * len(keys)
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
+            began = time.monotonic()
             for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
                 values[i] = value or b""
+            missing = [i for i in at if not values[i]]
+            if missing and is_late(time.monotonic() - began, session.store.settings.timeout_s):
+                with contextlib.suppress(MooncakeError):  # the others have arrived
+                    for i, handle in zip(missing, read_buffers(session, pick(keys, missing)), strict=True):
+                        values[i] = b"" if handle is None else bytes(handle)
             session.client_metrics.count_bytes("read", sum(map(len, values)))
             return values
 
         return self._in_session(what, get, lambda _: [b""] * len(keys))
 
     def _get_buffers(self, what: str, keys: list[str]) -> list[BufferHandle | None]:
-        def get(session: StoreSession) -> list[BufferHandle | None]:
-            grants = open_reads(session, keys)
-            handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
-            parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
-            codes = read_granted(session, grants, parts)
-            return [handle if code >= 0 else None for handle, code in zip(handles, codes, strict=True)]
-
-        return self._in_session(what, get, lambda _: [None] * len(keys))
+        return self._in_session(
+            what, lambda session: read_buffers(session, keys), lambda _: [None] * len(keys)
+        )
 
     def _get_pointers(self, what: str, keys: Any, pointers: Any, sizes: Any) -> list[int]:
         keys = check_keys(what, keys)
@@ -220,15 +222,34 @@ class ReadCalls(BufferRegistrationCalls):
         return self._in_session(what, get, lambda code: [code] * len(keys))
 
 
+def read_buffers(session: StoreSession, keys: Sequence[str]) -> list[BufferHandle | None]:
+    """Read whole objects to memory of their own; None for a miss."""
+    grants = open_reads(session, keys)
+    handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
+    parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
+    codes = read_granted(session, grants, parts)
+    return [handle if code >= 0 else None for handle, code in zip(handles, codes, strict=True)]
+
+
 def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Span]]) -> list[int]:
     """Read whole objects: sizes or codes. The store handles the usual case, one good buffer per object."""
     spans = [row[0] for row in parts if len(row) == 1]
     is_usual = len(spans) == len(parts) and all(map(is_good_key, keys))
     if is_usual and all(are_accessible(session, parts, to_write=True)):
         with contextlib.suppress(InvalidArgument):  # too small; which one is found below
+            began = time.monotonic()
             sizes = session.store.get_batch_into(keys, spans)
             session.client_metrics.count_bytes("read", sum(size or 0 for size in sizes))
-            return [MISS if size is None else size for size in sizes]
+            codes = [MISS if size is None else size for size in sizes]
+            missing = [at for at, code in enumerate(codes) if code == MISS]
+            if missing and is_late(time.monotonic() - began, session.store.settings.timeout_s):
+                with contextlib.suppress(MooncakeError):  # the others have arrived
+                    again = read_granted(
+                        session, open_reads(session, pick(keys, missing)), pick(parts, missing)
+                    )
+                    for at, code in zip(missing, again, strict=True):
+                        codes[at] = code
+            return codes
     return read_granted(session, open_reads(session, keys), parts)
 
 

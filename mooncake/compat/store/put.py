@@ -2,8 +2,8 @@
 """The calls that store objects: from bytes, from pointers, whole or in parts, new or as a replacement.
 
 All of them use ``store_parts``: per key the spans of its bytes, and one number per key as the result.
-An object that exists is not changed and counts as stored. An object of one span is put by the store;
-one of several is written span by span, in chunks such that each span can be read by itself.
+An object that exists is not changed and counts as stored. An object of one span, unless it is large, is put
+by the store; the others are written span by span, in chunks such that each span can be read by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mooncake.compat.store import batches
 from mooncake.compat.store.arguments import (
     Span,
     check_key,
@@ -326,7 +327,10 @@ def _replace(
 def _put_some(
     session: StoreSession, keys: list[str], parts: list[list[Span]], options: PutOptions, replace: bool
 ) -> list[int]:
-    if all(len(spans) == 1 for spans in parts):
+    num_bytes = sum(map(total_bytes, parts))
+    # A put by the store has one deadline for all its steps; of a large one, the bytes have their own.
+    is_brief = num_bytes <= batches.SLOW_PART_BYTES or options.policy.is_durable
+    if is_brief and all(len(spans) == 1 for spans in parts):
         spans = [spans[0] for spans in parts]
         outcomes = session.store.put_batch(
             keys, spans, options.policy, groups=options.groups, replace=replace
@@ -338,7 +342,8 @@ def _put_some(
         pauses = pauses_within(session.store.settings.timeout_s / 2)
         while wanted:
             there, where = pick(keys, wanted), pick(parts, wanted)
-            found = _write(session.store, there, where, options.at(wanted), replace)
+            timeout_s = session.transfer_s(num_bytes)
+            found = _write(session.store, there, where, options.at(wanted), replace, timeout_s)
             for at, outcome in zip(wanted, found, strict=True):
                 outcomes[at] = outcome
             codes = ["" if outcome is None else outcome.code for outcome in outcomes]
@@ -366,7 +371,12 @@ def _counted(
 
 
 def _write(
-    store: Store, keys: list[str], parts: list[list[Span]], options: PutOptions, replace: bool
+    store: Store,
+    keys: list[str],
+    parts: list[list[Span]],
+    options: PutOptions,
+    replace: bool,
+    timeout_s: float,
 ) -> list[Refusal | None]:
     """Write objects of several spans, each span at its offset."""
     sizes = [total_bytes(spans) for spans in parts]
@@ -386,7 +396,8 @@ def _write(
         ends = np.cumsum(columns[:, :, 1], axis=1)
         lengths = columns[:, :, 1]
         offsets = (ends - lengths).ravel()
-        store.write_ranges([grant for _, grant in alike], offsets, columns[:, :, 0].ravel(), lengths.ravel())
+        addresses = columns[:, :, 0].ravel()
+        store.write_ranges([grant for _, grant in alike], offsets, addresses, lengths.ravel(), timeout_s)
     for (at, _), outcome in zip(held, store.end_puts([grant for _, grant in held]), strict=True):
         outcomes[at] = outcome
     return outcomes

@@ -7,18 +7,21 @@ tensors. Bytes that cannot be verified are reported as not read; their place may
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.compat.store import batches
 from mooncake.compat.store.arguments import is_good_key
-from mooncake.compat.store.batches import cut, pick
+from mooncake.compat.store.batches import cut, is_late, pick
 from mooncake.compat.store.caller_memory import on_device, registered_spans
 from mooncake.compat.store.read_plan import Part, ReadPlan, plan_reads
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.errors import Unavailable
+from mooncake.errors import MooncakeError, Unavailable
 from mooncake.store.client.grants import ReadGrant
 from mooncake.transfer import Op, Status
 
@@ -38,25 +41,70 @@ def read_parts(
     """Read ``parts[i]`` of the object of ``grants[i]``; flags of the objects whose parts are verified.
 
     The parts lie within their objects; their addresses may be a device's. Large reads are split, each piece
-    with a deadline of its own, and the leases are kept alive until the last one.
+    with a deadline of its own, and the leases are kept alive until the last one. What was large, or took
+    long, and did not arrive is read again in smaller pieces.
     """
+    began = time.monotonic()
     plans = [
         plan_reads(grant.size_bytes, grant.chunk_bytes, of_grant)
         for grant, of_grant in zip(grants, parts, strict=True)
     ]
     pieces = list(cut([plan.moved_bytes for plan in plans]))
     if len(pieces) <= 1:
-        return _read(session, grants, plans)
+        good = _read(session, grants, plans)
+    else:
+        with _kept(session, grants):
+            good = [one for at in pieces for one in _read(session, pick(grants, at), pick(plans, at))]
+    missing = [at for at, is_good in enumerate(good) if not is_good]
+    moved_bytes = sum(plan.moved_bytes for plan in plans)
+    was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
+    if missing and (was_slow or moved_bytes > batches.SLOW_PART_BYTES):
+        with contextlib.suppress(MooncakeError):  # the others have arrived
+            again = _read_slowly(session, pick(grants, missing), pick(plans, missing))
+            for at, is_good in zip(missing, again, strict=True):
+                good[at] = is_good
+    return good
+
+
+def _read_slowly(session: StoreSession, grants: Sequence[ReadGrant], plans: Sequence[ReadPlan]) -> list[bool]:
+    """Read what did not arrive, under new leases and in pieces that a slow network moves within a lease."""
+    good = [False] * len(grants)
+    pieces: list[tuple[int, ReadGrant, ReadPlan]] = []
+    again = open_reads(session, [grant.key for grant in grants])
+    for at, (before, grant, plan) in enumerate(zip(grants, again, plans, strict=True)):
+        if grant is not None and grant.object_id == before.object_id:
+            good[at] = True
+            parts = plan.split(grant.chunk_bytes, batches.SLOW_PART_BYTES)
+            pieces += [(at, grant, part) for part in parts]
+    with _kept(session, [grant for grant in again if grant is not None]):
+        for group in cut([plan.moved_bytes for _, _, plan in pieces], batches.SLOW_PART_BYTES):
+            wanted = [piece for piece in pick(pieces, group) if good[piece[0]]]
+            plans_of_group = [plan for _, _, plan in wanted]
+            timeout_s = session.transfer_s(sum(plan.moved_bytes for plan in plans_of_group))
+            read = _read(session, [grant for _, grant, _ in wanted], plans_of_group, timeout_s)
+            for (at, _, _), is_good in zip(wanted, read, strict=True):
+                good[at] = good[at] and is_good
+    return good
+
+
+@contextlib.contextmanager
+def _kept(session: StoreSession, grants: Sequence[ReadGrant]) -> Iterator[None]:
+    """Keep leases alive within the block."""
     for grant in grants:
         session.store.keep(grant)
     try:
-        return [good for at in pieces for good in _read(session, pick(grants, at), pick(plans, at))]
+        yield
     finally:
         for grant in grants:
             session.store.let_go(grant)
 
 
-def _read(session: StoreSession, grants: Sequence[ReadGrant], plans: Sequence[ReadPlan]) -> list[bool]:
+def _read(
+    session: StoreSession,
+    grants: Sequence[ReadGrant],
+    plans: Sequence[ReadPlan],
+    timeout_s: float | None = None,
+) -> list[bool]:
     staging = np.empty(sum(plan.staged_bytes for plan in plans), dtype=np.uint8)
     starts: list[int] = []
     rows: list[list[Part]] = []
@@ -72,7 +120,7 @@ def _read(session: StoreSession, grants: Sequence[ReadGrant], plans: Sequence[Re
     if staging.size:
         spans.append((int(staging.ctypes.data), staging.size))
     with registered_spans(session, spans):
-        is_good = session.store.read_ranges(grants, *columns_of(rows))
+        is_good = session.store.read_ranges(grants, *columns_of(rows), timeout_s=timeout_s)
     copies = [
         (address, start + offset, length)
         for plan, start, good in zip(plans, starts, is_good, strict=True)
@@ -110,7 +158,7 @@ def _copy(
                 columns[:, 0].copy(),
                 columns[:, 1].copy(),
                 columns[:, 2].copy(),
-                timeout_s=session.store.settings.timeout_s,
+                timeout_s=session.transfer_s(int(columns[:, 2].sum())),
             )
     finally:
         session.engine.unregister(region)

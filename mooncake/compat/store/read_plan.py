@@ -31,6 +31,38 @@ class ReadPlan:
     def moved_bytes(self) -> int:
         return self.staged_bytes + sum(length for _, _, length in self.direct)
 
+    def split(self, chunk_bytes: int, max_bytes: int) -> list[ReadPlan]:
+        """Plans of about ``max_bytes``, at least a chunk, that together read the same."""
+        plans, left = [ReadPlan()], max_bytes
+        step = max(1, max_bytes // chunk_bytes) * chunk_bytes
+
+        def plan_with_room(length: int, may_begin: bool = True) -> ReadPlan:
+            nonlocal left
+            if length > left and left < max_bytes and may_begin:
+                plans.append(ReadPlan())
+                left = max_bytes
+            left -= length
+            return plans[-1]
+
+        for offset, address, length in self.direct:
+            for start in range(0, length, step):
+                num_bytes = min(step, length - start)
+                # Several parts may make up one chunk, the first of them begins with it.
+                plan = plan_with_room(num_bytes, (offset + start) % chunk_bytes == 0)
+                plan.direct.append((offset + start, address + start, num_bytes))
+        at = 0
+        copies = iter(self.copies)
+        copy = next(copies, None)
+        for offset, length in self.staged:
+            plan = plan_with_room(length)
+            plan.staged.append((offset, length))
+            while copy is not None and copy[0] < at + length:
+                plan.copies.append((copy[0] - at + plan.staged_bytes, *copy[1:]))
+                copy = next(copies, None)
+            plan.staged_bytes += length
+            at += length
+        return plans
+
 
 def plan_reads(size_bytes: int, chunk_bytes: int, parts: Sequence[Part]) -> ReadPlan:
     """Plan the read of ``parts``, which lie within the object and may touch, overlap and be empty."""
@@ -53,7 +85,7 @@ def plan_reads(size_bytes: int, chunk_bytes: int, parts: Sequence[Part]) -> Read
         first = chunk * chunk_bytes
         length = min(chunk_bytes, size_bytes - first)
         if _tile(pieces, first, length):
-            plan.direct += pieces
+            plan.direct += sorted(pieces)
             continue
         plan.copies += [(plan.staged_bytes + offset - first, address, n) for offset, address, n in pieces]
         plan.staged.append((first, length))

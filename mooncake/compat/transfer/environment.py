@@ -21,6 +21,9 @@ from mooncake.log import get_logger
 
 log = get_logger(__name__)
 
+SHORTEST_TIMEOUT_S = 5.0
+_S_PER_BYTE = 1e-9
+
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
@@ -89,6 +92,10 @@ class EngineSettings:
 
     log_level: Annotated[str, AlsoFrom("MC_LOG_LEVEL")] = ""
     "Log level of this package: `TRACE`, `INFO`, `WARNING` or `ERROR`; empty leaves it to the program."
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Seconds that a transfer of so many bytes may take."""
+        return max(SHORTEST_TIMEOUT_S, self.transfer_timeout_s) + num_bytes * _S_PER_BYTE
 
 
 ALWAYS_SO = {

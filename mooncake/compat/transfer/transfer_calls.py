@@ -19,9 +19,6 @@ from mooncake.transfer.transports import Op, Status
 
 log = get_logger("mooncake.engine")
 
-SHORTEST_TIMEOUT_S = 5.0
-_S_PER_BYTE = 1e-9
-
 
 class TransferCalls(EngineLifecycle):
     """Transfers between local addresses and a peer's."""
@@ -113,7 +110,7 @@ class TransferCalls(EngineLifecycle):
         def move() -> None:
             engine, op = self._ready(), _op(opcode)
             columns = transfer_columns(local, remote, lengths)
-            timeout_s = self._timeout_s(int(columns.lengths.sum()))
+            timeout_s = self._engine_settings.transfer_s(int(columns.lengths.sum()))
             if not len(columns.lengths):
                 return
             segment = self._open(target)
@@ -195,7 +192,7 @@ class TransferCalls(EngineLifecycle):
             engine, op = self._ready(), _op(opcode)
             columns = transfer_columns(local, remote, lengths)
             rows = (columns.local, columns.remote, columns.lengths)
-            timeout_s = self._timeout_s(int(columns.lengths.sum()))
+            timeout_s = self._engine_settings.transfer_s(int(columns.lengths.sum()))
             segment = self._open(target)
             deadline = time.monotonic() + timeout_s
 
@@ -281,9 +278,6 @@ class TransferCalls(EngineLifecycle):
         opcode = TransferOpcode.Write if op == Op.WRITE else TransferOpcode.Read
         if self._sync(target, local, remote, lengths, opcode):
             raise RuntimeError(f"{op.name.lower()} with {target} failed; the log says why")
-
-    def _timeout_s(self, num_bytes: int) -> float:
-        return max(SHORTEST_TIMEOUT_S, self._engine_settings.transfer_timeout_s) + num_bytes * _S_PER_BYTE
 
     def _register_temporarily(self, columns: TransferColumns, number: int = 0) -> bool:
         """Register local memory of a batch that the program did not; False when there is none."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from mooncake import clock
 from mooncake.compat.store import batches, range_reads
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.transfer import InnerTransferEngine
+from mooncake.store.client.effects import MoveSlices, SlicesMoved
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.memory import is_device_memory
 from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
@@ -56,6 +59,52 @@ def test_staged_bytes_reach_a_device(session: StoreSession) -> None:
         good, target = read(session, 77, 100)
     assert good == [True] * 5
     assert np.array_equal(target, CONTENT[:, 77:177])
+
+
+@contextmanager
+def slow_network(session: StoreSession, bytes_per_s: float) -> Iterator[None]:
+    """Transfers fail that would not have ended before their deadlines; none waits."""
+    move = session.store._move
+
+    def move_slowly(effect: MoveSlices) -> list[SlicesMoved]:
+        num_bytes = sum(int(np.sum(one.lengths)) for one in effect.transfers)
+        if clock.monotonic() + num_bytes / bytes_per_s > effect.deadline:
+            return [SlicesMoved(None, "timed_out", effect.deadline) for _ in effect.transfers]
+        return move(effect)
+
+    with (
+        mock.patch.object(session.store, "_move", move_slowly),
+        mock.patch.object(batches, "SLOW_PART_BYTES", 2 << 20),
+        mock.patch.object(batches, "LATE_S", 0.0),
+    ):
+        yield
+
+
+def test_what_a_slow_network_moves_in_time(store: MooncakeDistributedStore) -> None:
+    """An object that takes longer than the timeout of a call is neither a miss nor a failed write."""
+    session = store._session
+    assert session is not None
+    size = 3_000_001
+    content = np.random.default_rng(5).integers(0, 256, size, dtype=np.uint8)
+    value = content.tobytes()
+    assert size / 5e5 > session.store.settings.timeout_s
+    target = np.zeros((2, size), np.uint8)
+    first, second = (int(row.ctypes.data) for row in target)
+    with slow_network(session, 5e5):
+        assert store.put("slow/0", value) == store.put_parts("slow/1", value[:5], value[5:]) == 0
+        assert store.put_from("slow/2", int(content.ctypes.data), size) == 0
+        assert store.get("slow/0") == value
+        assert store.get_batch(["slow/1", "missing", "slow/2"]) == [value, b"", value]
+        handle = store.get_buffer("slow/0")
+        assert handle is not None and bytes(handle) == value
+        into = store.batch_get_into(["slow/0", "missing"], [first, second], [size, size])
+        assert into == [size, -704] and target[0].tobytes() == value
+        cut = [[first, first + 1_000_000]]
+        target[:] = 0
+        assert store.batch_get_into_multi_buffers(["slow/1"], cut, [[1_000_000, 2_000_001]]) == [size]
+        assert target[0].tobytes() == value
+    with slow_network(session, 1e3):
+        assert store.get("slow/0") == b"" and store.get_into("slow/0", first, size) == -704
 
 
 @pytest.fixture

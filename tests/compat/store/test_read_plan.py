@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,3 +71,32 @@ def test_the_chunk_size_is_that_of_equal_pages() -> None:
     assert chunk_bytes_for([8192, 4096, 8192], 1 << 20) == 1 << 20
     assert chunk_bytes_for([64, 64], 1 << 20) == 1 << 20, "too small to be checked one by one"
     assert chunk_bytes_for([], 1 << 20) == 1 << 20
+
+
+@given(objects_and_parts(), st.integers(1, 40))
+def test_a_plan_is_split_between_chunks(case: tuple[int, int, list[Part]], max_bytes: int) -> None:
+    size, chunk, parts = case
+    plan = plan_reads(size, chunk, parts)
+    pieces = plan.split(chunk, max_bytes)
+    content = bytes(range(size))
+    memory = bytearray(sum(length for _, _, length in parts))
+    for piece in pieces:
+        times = [0] * size
+        for offset, address, length in piece.direct:
+            memory[address - BASE : address - BASE + length] = content[offset : offset + length]
+            times[offset : offset + length] = [count + 1 for count in times[offset : offset + length]]
+        for start in range(0, size, chunk):
+            assert len(set(times[start : start + chunk])) == 1, "a chunk is read by one of the plans"
+        staging = b"".join(content[offset : offset + length] for offset, length in piece.staged)
+        assert len(staging) == piece.staged_bytes
+        for offset, address, length in piece.copies:
+            memory[address - BASE : address - BASE + length] = staging[offset : offset + length]
+    assert bytes(memory) == b"".join(content[offset : offset + length] for offset, _, length in parts)
+    assert sum(piece.moved_bytes for piece in pieces) == plan.moved_bytes
+    assert all(one.moved_bytes + two.moved_bytes > max_bytes for one, two in itertools.pairwise(pieces))
+
+
+def test_pieces_of_a_large_read() -> None:
+    plan = plan_reads(100 << 20, 1 << 20, [(0, BASE, 100 << 20)])
+    assert [piece.moved_bytes >> 20 for piece in plan.split(1 << 20, 30 << 20)] == [30, 30, 30, 10]
+    assert [piece.direct for piece in plan.split(1 << 20, 100 << 20)] == [plan.direct]
