@@ -188,8 +188,8 @@ def render_metrics() -> str:
         f"# Metrics\n\n{GENERATED}\n"
         "Names as they stand on `/metrics`; a histogram has `_bucket`, `_sum` and `_count` behind its name.\n"
         "The existing master's names are in `tests/compat/master/master-metrics.txt`, those with another\n"
-        "meaning in [metrics.md](../metrics.md), those of our vLLM connectors in\n"
-        "[vllm.md](../integrations/vllm.md).\n"
+        "meaning in [metrics.md](../metrics.md). Those of our connectors in vLLM, `vllm:mooncake_…`, have\n"
+        "its labels, too ([vllm.md](../integrations/vllm.md)).\n"
         f"Modules are relative to `mooncake/`; {len(rows)} metrics.\n\n"
         + table(("metric", "type", "labels", "meaning", "declared in"), rows)
     )

@@ -8,8 +8,11 @@ series that fulfil it and on series that do not, and find the section of each.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from mooncake.cli.panels import selected
 
 RUNBOOK = "operations.md"
 """Page of ``docs/`` with a section for each alert."""
@@ -29,6 +32,24 @@ class Alert:
     def anchor(self) -> str:
         """Anchor of its section, whose heading is its name."""
         return re.sub(r"[^\w-]", "", self.name.lower())
+
+
+def rises(counter: str, span: str) -> str:
+    """Condition that a counter with labels has risen within ``span``.
+
+    Such a series begins with its first event, as 1, and ``increase`` sees no rise in that.
+    """
+    return f"increase({counter}[{span}]) > 0 or ({counter} unless {counter} offset {span}) > 0"
+
+
+def in_vllm(condition: str, operation: str) -> str:
+    """A condition on counters in vLLM, whose names say the ``operation``; our workers' have it as a label."""
+    return f'label_replace({condition}, "operation", "{operation}", "", "")'
+
+
+def rate_in_vllm(counter: str) -> str:
+    """Rate of a counter of our connector in vLLM."""
+    return f"sum(rate(vllm:mooncake_connector_{counter}_total[5m]))"
 
 
 ALERTS = (
@@ -90,7 +111,16 @@ ALERTS = (
     ),
     Alert(
         "MooncakeLoadsFail",
-        "sum by (operation) (rate(mooncake_inference_kv_link_failures_total[5m])) > 0.1",
+        "sum by (operation) (rate(mooncake_inference_kv_link_failures_total[5m])) > 0.1"
+        f" or {in_vllm(rate_in_vllm('lookup_failures') + ' > 0.1', 'lookup')}"
+        # The others count blocks, of which one prompt has many.
+        + "".join(
+            f" or {in_vllm(f'{rate_in_vllm(bad)} > 0.05 * {rate_in_vllm(good)}', operation)}"
+            for bad, good, operation in (
+                ("failed_blocks", "loaded_blocks", "load"),
+                ("unsaved_blocks", "saved_blocks", "save"),
+            )
+        ),
         "10m",
         "warning",
         "Engines compute blocks that they should have loaded.",
@@ -105,7 +135,8 @@ ALERTS = (
     ),
     Alert(
         "MooncakeMemoryOverdue",
-        "increase(mooncake_connectors_memory_overdue_seconds_total[5m]) > 0",
+        rises("mooncake_connectors_memory_overdue_seconds_total", "5m")
+        + f" or {in_vllm('increase(vllm:mooncake_connector_memory_overdue_seconds_total[5m]) > 0', 'load')}",
         "0m",
         "warning",
         "An engine waits for its memory beyond a deadline.",
@@ -157,7 +188,7 @@ ALERTS = (
     ),
     Alert(
         "MooncakeUnexpectedEvents",
-        "increase(mooncake_unexpected_events_total[10m]) > 0",
+        rises("mooncake_unexpected_events_total", "10m"),
         "0m",
         "warning",
         "A state machine met an event that its table lacks: a fault of the program.",
@@ -165,12 +196,17 @@ ALERTS = (
 )
 
 
-def rule_groups(docs_url: str = "docs") -> list[dict[str, Any]]:
-    """The alerts as groups of rules; ``docs_url`` is where the pages of ``docs/`` are."""
+def rule_groups(docs_url: str = "docs", selectors: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The alerts as groups of rules.
+
+    Args:
+        docs_url: where the pages of ``docs/`` are.
+        selectors: what the series of this cluster have, where Prometheus watches others, too.
+    """
     rules = [
         {
             "alert": alert.name,
-            "expr": alert.condition,
+            "expr": selected(alert.condition, selectors),
             "for": alert.holds,
             "labels": {"severity": alert.severity},
             "annotations": {

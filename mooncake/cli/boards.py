@@ -26,6 +26,8 @@ AT_GATEWAYS = "and on (instance) mooncake_gateway_requests_in_flight"
 AT_ENGINES = "unless on (instance) mooncake_gateway_requests_in_flight"
 """Gateways and engines measure latencies under the same names."""
 
+OF_NAMESPACE = 'namespace="$namespace"'
+
 NOT_ON_A_BOARD = {
     "mooncake_store_ha_number": "counts records; mooncake_store_ha_lag has how far standbys are behind",
 }
@@ -50,7 +52,7 @@ class Board:
 
     @property
     def selectors(self) -> tuple[str, ...]:
-        """Selectors of its variables."""
+        """Selectors of its variables, but the namespace."""
         instance = 'instance=~"$instance"'
         return (instance, 'model_name=~"$model"') if self.has_models else (instance,)
 
@@ -394,6 +396,15 @@ ENGINE = Board(
                 ((rate("mooncake_inference_kv_link_failures_total", "operation"), "{{operation}}"),),
             ),
             Panel(
+                "Lookups, and blocks of loads and saves, that failed in vLLM",
+                "ops",
+                (
+                    (rate("vllm:mooncake_connector_lookup_failures_total"), "lookups"),
+                    (rate("vllm:mooncake_connector_failed_blocks_total"), "blocks not loaded"),
+                    (rate("vllm:mooncake_connector_unsaved_blocks_total"), "blocks not saved"),
+                ),
+            ),
+            Panel(
                 "KV pushed from worker to worker",
                 "Bps",
                 ((rate("mooncake_inference_push_bytes_total", "outcome"), "{{outcome}}"),),
@@ -401,7 +412,10 @@ ENGINE = Board(
             Panel(
                 "Waits for memory beyond a deadline, seconds in a second",
                 "none",
-                ((rate("mooncake_connectors_memory_overdue_seconds_total", "operation"), "{{operation}}"),),
+                (
+                    (rate("mooncake_connectors_memory_overdue_seconds_total", "operation"), "{{operation}}"),
+                    (rate("vllm:mooncake_connector_memory_overdue_seconds_total"), "loads of vLLM"),
+                ),
             ),
         ),
         "Transfers": (
@@ -465,21 +479,27 @@ def files(settings: DeploySettings) -> dict[str, Any]:
     }
 
 
-def board_files() -> dict[str, dict[str, Any]]:
-    """Every board by the name of its file."""
-    return {f"board-{board.name}.json": dashboard(board) for board in BOARDS}
+def board_files(namespace: str = "") -> dict[str, dict[str, Any]]:
+    """Every board by the name of its file; ``namespace``: see ``dashboard``."""
+    return {f"board-{board.name}.json": dashboard(board, namespace) for board in BOARDS}
 
 
-def dashboard(board: Board) -> dict[str, Any]:
-    """A board as Grafana imports it."""
+def dashboard(board: Board, namespace: str = "") -> dict[str, Any]:
+    """A board as Grafana imports it.
+
+    ``namespace``: the one that it shows at first in Kubernetes, where a Prometheus watches several clusters;
+    empty where all series are this cluster's.
+    """
+    of_cluster = (OF_NAMESPACE,) if namespace else ()
+    selectors = (*of_cluster, *board.selectors)
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in board.rows.items():
         panels.append(_row(title, y, []))
-        panels += (found := _grid(board, row, y + 1))
+        panels += (found := _grid(selectors, row, y + 1))
         y += 1 + sum({one["gridPos"]["y"]: one["gridPos"]["h"] for one in found}.values())
     if others := other_panels(board):
-        panels.append(_row("All other metrics", y, _grid(board, others, y + 1)))
+        panels.append(_row("All other metrics", y, _grid(selectors, others, y + 1)))
     every = [inner for one in panels for inner in (one, *one.get("panels", ()))]
     for number, one in enumerate(every, 1):
         one["id"] = number
@@ -492,7 +512,7 @@ def dashboard(board: Board) -> dict[str, Any]:
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": _variables(board)},
+        "templating": {"list": _variables(board, namespace)},
         "links": [
             {
                 "type": "dashboards",
@@ -506,8 +526,8 @@ def dashboard(board: Board) -> dict[str, Any]:
     }
 
 
-def _variables(board: Board) -> list[dict[str, Any]]:
-    """The data source, the programs that are shown, and, on the engines' board, the model."""
+def _variables(board: Board, namespace: str) -> list[dict[str, Any]]:
+    """The data source, in Kubernetes the namespace, the programs, and on the engines' board the model."""
     current = {"text": "Prometheus", "value": SOURCE}
     found: list[dict[str, Any]] = [
         {
@@ -518,29 +538,41 @@ def _variables(board: Board) -> list[dict[str, Any]]:
             "current": current,
         }
     ]
-    names = "|".join(f"{prefix}.*" for prefix in board.prefixes)
-    programs = f'{{__name__=~"{names}"}}' if names else "up"
-    wanted = [("instance", "Program", programs)]
-    wanted += [("model", "Model", "vllm:num_requests_running")] if board.has_models else []
-    for name, label, series in wanted:
-        values = f"label_values({series}, {'model_name' if name == 'model' else name})"
+    of_cluster = [OF_NAMESPACE] if namespace else []
+    if namespace:
+        shown = {"current": {"text": namespace, "value": namespace}}
         found.append(
-            {
-                "name": name,
-                "label": label,
-                "type": "query",
-                "datasource": _SOURCE,
-                "definition": values,
-                "query": {"query": values, "refId": name},
-                "refresh": 2,
-                "sort": 1,
-                "multi": True,
-                "includeAll": True,
-                "allValue": ".*",
-                "current": {"text": ["All"], "value": ["$__all"]},
-            }
+            _query("namespace", "Namespace", "label_values(mooncake_http_connections, namespace)", shown)
         )
+    every = {
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
+    names = "|".join(f"{prefix}.*" for prefix in board.prefixes)
+    by_name = [f'__name__=~"{names}"'] if names else []
+    programs = f"{'' if names else 'up'}{{{', '.join([*by_name, *of_cluster])}}}"
+    found.append(_query("instance", "Program", f"label_values({programs}, instance)", every))
+    if board.has_models:
+        models = selected("vllm:num_requests_running", of_cluster)
+        found.append(_query("model", "Model", f"label_values({models}, model_name)", every))
     return found
+
+
+def _query(name: str, label: str, values: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """A variable whose values Prometheus has."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "definition": values,
+        "query": {"query": values, "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        **more,
+    }
 
 
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
@@ -552,12 +584,12 @@ def _row(title: str, y: int, inner: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "row", "title": title, "gridPos": at, "collapsed": bool(inner), "panels": inner}
 
 
-def _grid(board: Board, row: Sequence[Panel], y: int) -> list[dict[str, Any]]:
+def _grid(selectors: Sequence[str], row: Sequence[Panel], y: int) -> list[dict[str, Any]]:
     height = NUMBER_HEIGHT if all(panel.is_number for panel in row) else HEIGHT
     return [
         _diagram(
             panel,
-            board.selectors,
+            selectors,
             {
                 "x": WIDTH * (number % COLUMNS),
                 "y": y + height * (number // COLUMNS),
@@ -630,7 +662,7 @@ def prometheus(targets: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
                 "key_file": f"{folder}/prometheus.key",
                 "server_name": "localhost",
             }
-        entry["authorization"] = {"credentials_file": f"{folder}/admin.key"}
+            entry["authorization"] = {"credentials_file": f"{folder}/admin.key"}  # never in plain HTTP
         entry["static_configs"] = [{"targets": addresses}]
         found.append(entry)
     return {

@@ -30,6 +30,8 @@ ENDS = {
     "histogram": ("_bucket", "_sum", "_count"),
 }
 """What is behind a metric's name in the names of its series, by kind."""
+TABLES = {"COUNTERS": "counter", "TIMES": "histogram"}
+"""Tables of names and meanings in a class that has a ``PREFIX``, by the kind of metric that each declares."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def declared_metrics() -> tuple[DeclaredMetric, ...]:
     found: dict[str, DeclaredMetric] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
-        if any(kind in text for kind in KINDS):  # the others need not be parsed
+        if any(name in text for name in (*KINDS, *TABLES)):  # the others need not be parsed
             for one in metrics_in(ast.parse(text), path.relative_to(PACKAGE).as_posix()):
                 found.setdefault(one.name, one)
     return tuple(found[name] for name in sorted(found))
@@ -71,6 +73,19 @@ def metrics_in(tree: ast.Module, module: str) -> Iterator[DeclaredMetric]:
         for name, text in named_metrics(call, constants, loops):
             suffix = "_total" if kind == "counter" and not name.endswith("_total") else ""
             yield DeclaredMetric(name + suffix, kind, labels_of(call, constants), text, module)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from metrics_of_tables(node, module)
+
+
+def metrics_of_tables(node: ast.ClassDef, module: str) -> Iterator[DeclaredMetric]:
+    """Metrics that a class declares by tables: our connectors' in vLLM, which adds its own labels."""
+    values = constants_of(node)
+    for prefix in texts_of(values.get("PREFIX"), {}):
+        for name, kind in TABLES.items():
+            for end, text in ast.literal_eval(values.get(name, ast.Dict([], []))).items():
+                suffix = "_total" if kind == "counter" else ""
+                yield DeclaredMetric(f"{prefix}_{end}{suffix}", kind, (), text, module)
 
 
 def called_name(call: ast.Call) -> str:
@@ -92,7 +107,7 @@ def texts_of(node: ast.expr | None, constants: Mapping[str, ast.expr]) -> list[s
     return []
 
 
-def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
+def constants_of(tree: ast.Module | ast.ClassDef) -> dict[str, ast.expr]:
     found: dict[str, ast.expr] = {}
     for node in tree.body:
         match node:

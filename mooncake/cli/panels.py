@@ -15,6 +15,8 @@ from mooncake.cli.metric_declarations import DeclaredMetric, declared_metrics
 
 INTERVAL = "$__rate_interval"
 """Grafana's variable for the shortest sensible span of a rate."""
+TIMESTAMP = "_timestamp_seconds"
+"""End of the name of a gauge that is an instant, in seconds since 1970."""
 SERIES = re.compile(r"(?<![\w:\"])((?:mooncake_|vllm:)\w+|up\b)(?:\{([^}]*)\})?")
 """A series that is ours in a query, with its selectors."""
 
@@ -48,6 +50,8 @@ def series_in(query: str) -> set[str]:
 
 def selected(query: str, selectors: Sequence[str]) -> str:
     """The query with ``selectors`` added to each of its series."""
+    if not selectors:
+        return query
     return SERIES.sub(
         lambda match: f"{match[1]}{{{', '.join([*filter(None, [match[2]]), *selectors])}}}", query
     )
@@ -89,7 +93,11 @@ def panel_of(metric: DeclaredMetric) -> Panel:
         return Panel(
             f"{title}, per second", _unit(metric.name, True), ((rate(metric.name, by), legend or "all"),)
         )
-    return Panel(title, _unit(metric.name, False), ((metric.name, f"{{{{instance}}}} {legend}".strip()),))
+    legend = f"{{{{instance}}}} {legend}".strip()
+    if metric.name.endswith(TIMESTAMP):  # an instant, of which a diagram of durations would show decades
+        title = title_of(metric.name.removesuffix(TIMESTAMP))
+        return Panel(f"{title}: time since then", "s", ((f"time() - {metric.name}", legend),))
+    return Panel(title, _unit(metric.name, False), ((metric.name, legend),))
 
 
 def title_of(name: str) -> str:

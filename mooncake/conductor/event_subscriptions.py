@@ -52,6 +52,8 @@ _gaps = Counter(
     ["outcome"],
     registry=metrics.registry,
 )
+for _outcome in ("replayed", "lost"):  # a series that began with its first loss would show no rise
+    _gaps.labels(_outcome)
 _restarts = Counter(
     "mooncake_conductor_kv_event_restarts",
     "Restarts of publishers, at which all their known blocks were forgotten.",

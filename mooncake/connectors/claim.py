@@ -35,6 +35,21 @@ overdue_seconds = Counter(
 )
 
 
+_overdue_lock = threading.Lock()
+_overdue_s = 0.0
+
+
+def take_overdue_s() -> float:
+    """Seconds by which ``overdue_seconds`` has risen since the last call, for vLLM's own page of metrics.
+
+    Its front end serves that page and does not see the registry of a rank's process.
+    """
+    global _overdue_s
+    with _overdue_lock:
+        taken, _overdue_s = _overdue_s, 0.0
+    return taken
+
+
 class Claim:
     """An operation's right to touch some memory of an engine. Thread-safe.
 
@@ -115,7 +130,10 @@ class Claim:
 
     def log_overdue(self) -> None:
         """Count and log another ``LOG_EVERY_S`` of waiting."""
+        global _overdue_s
         overdue_seconds.labels(self.operation).inc(LOG_EVERY_S)
+        with _overdue_lock:
+            _overdue_s += LOG_EVERY_S
         log.warning(
             "memory_kept",
             operation=self.operation,

@@ -48,7 +48,14 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "MooncakeLoadsFail": (
         {'mooncake_inference_kv_link_failures_total{operation="load"}': RISING},
-        {'mooncake_inference_kv_link_failures_total{operation="load"}': "0+1x300"},
+        {
+            'mooncake_inference_kv_link_failures_total{operation="load"}': "0+1x300",
+            "vllm:mooncake_connector_lookup_failures_total": "0+1x300",
+            "vllm:mooncake_connector_failed_blocks_total": "0+4x300",
+            "vllm:mooncake_connector_loaded_blocks_total": "0+100x300",
+            "vllm:mooncake_connector_unsaved_blocks_total": "0+4x300",
+            "vllm:mooncake_connector_saved_blocks_total": "0+100x300",
+        },
     ),
     "MooncakePoolNeverHits": (
         {
@@ -62,7 +69,10 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "MooncakeMemoryOverdue": (
         {'mooncake_connectors_memory_overdue_seconds_total{operation="load"}': RISING},
-        {'mooncake_connectors_memory_overdue_seconds_total{operation="load"}': STEADY},
+        {
+            'mooncake_connectors_memory_overdue_seconds_total{operation="load"}': "7x300",
+            "vllm:mooncake_connector_memory_overdue_seconds_total": STEADY,
+        },
     ),
     "MooncakeGatewayFails": (
         {
@@ -105,9 +115,34 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
     "MooncakeUnexpectedEvents": (
         {'mooncake_unexpected_events_total{machine="m", state="s", event="e"}': RISING},
-        {'mooncake_unexpected_events_total{machine="m", state="s", event="e"}': STEADY},
+        {'mooncake_unexpected_events_total{machine="m", state="s", event="e"}': "7x300"},
     ),
 }
+FIRING_TOO: list[tuple[str, Series]] = [
+    # What is lost in vLLM, one operation after the other, also where nothing ever succeeded.
+    ("MooncakeLoadsFail", {"vllm:mooncake_connector_lookup_failures_total": "0+12x300"}),
+    (
+        "MooncakeLoadsFail",
+        {
+            "vllm:mooncake_connector_failed_blocks_total": "0+6x300",
+            "vllm:mooncake_connector_loaded_blocks_total": "0+100x300",
+        },
+    ),
+    (
+        "MooncakeLoadsFail",
+        {
+            "vllm:mooncake_connector_unsaved_blocks_total": "0+6x300",
+            "vllm:mooncake_connector_saved_blocks_total": STEADY,
+        },
+    ),
+    ("MooncakeMemoryOverdue", {"vllm:mooncake_connector_memory_overdue_seconds_total": RISING}),
+    # The first events: a series with labels begins with its first one, two minutes before.
+    (
+        "MooncakeMemoryOverdue",
+        {'mooncake_connectors_memory_overdue_seconds_total{operation="load"}': "_x238 1x60"},
+    ),
+    ("MooncakeUnexpectedEvents", {'mooncake_unexpected_events_total{machine="m"}': "_x238 1x60"}),
+]
 WITHOUT_SERIES = {"MooncakeNoLeader"}
 """Alerts that a cluster without the series fires, too."""
 
@@ -127,10 +162,13 @@ def block(alert: Alert, series: Series, fires: bool) -> dict[str, Any]:
     }
 
 
-def promtool(folder: Path, blocks: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+def promtool(
+    folder: Path, blocks: list[dict[str, Any]], selectors: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed, so rules were NOT TESTED; run scripts/install-servers")
-    (folder / "rules.yaml").write_text(json.dumps({"groups": rule_groups()}))  # JSON is YAML
+    groups = rule_groups(selectors=selectors)
+    (folder / "rules.yaml").write_text(json.dumps({"groups": groups}))  # JSON is YAML
     (folder / "test.yaml").write_text(json.dumps({"rule_files": ["rules.yaml"], "tests": blocks}))
     command = ["promtool", "test", "rules", "test.yaml"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
@@ -143,7 +181,30 @@ def test_every_alert_fires_when_it_should_and_not_otherwise(tmp_path: Path) -> N
         firing, silent = CASES[alert.name]
         blocks += [block(alert, firing, True), block(alert, silent, False)]
         blocks.append(block(alert, {"unrelated": "1x300"}, alert.name in WITHOUT_SERIES))
+    by_name = {alert.name: alert for alert in ALERTS}
+    blocks += [block(by_name[name], series, True) for name, series in FIRING_TOO]
     done = promtool(tmp_path, blocks)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def in_namespace(series: Series, namespace: str) -> Series:
+    """Those series as Prometheus reads them in Kubernetes."""
+    return {
+        f"{name}, namespace={namespace!r}}}" if has_labels else f"{name}{{namespace={namespace!r}}}": values
+        for name, has_labels, values in (
+            (key.rstrip("}"), "{" in key, value) for key, value in series.items()
+        )
+    }
+
+
+def test_alerts_of_a_namespace_are_those_of_its_own_series(tmp_path: Path) -> None:
+    """Nothing elsewhere makes them fire, and nothing elsewhere keeps them from it."""
+    blocks = []
+    for alert in ALERTS:
+        firing, silent = CASES[alert.name]
+        blocks.append(block(alert, {**in_namespace(firing, "other"), **in_namespace(silent, "ours")}, False))
+        blocks.append(block(alert, {**in_namespace(firing, "ours"), **in_namespace(silent, "other")}, True))
+    done = promtool(tmp_path, blocks, ('namespace="ours"',))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -170,6 +231,22 @@ def test_every_alert_has_its_section() -> None:
         assert text.startswith(f"{name}\n*"), "the section begins with the meaning"
         assert len(text.split()) > 30, f"{name}: a section says what to look at, and what to do"
     assert len(found) == len(ALERTS) == len(sections())
+
+
+def test_labels_that_a_section_names_are_those_of_its_alert() -> None:
+    found = {}
+    for alert in ALERTS:
+        text = " ".join(sections()[alert.anchor].split())
+        named = re.findall(r"labels? ((?:`\w+`(?:, | and |))+)", text)
+        found[alert.name] = {label for words in named for label in re.findall(r"`(\w+)`", words)}
+        groups = re.findall(r"\b(?:sum|max|absent)(?: by \(([^)]*)\))?", alert.condition)
+        if groups:
+            has = {label.strip() for group in groups for label in group.split(",")}
+        else:
+            has = {label for one in declared_metrics() for label in one.labels if one.name in alert.condition}
+            has |= {"instance", "job"}
+        assert found[alert.name] <= has, f"{alert.name}: its result has no such label"
+    assert found["MooncakeConnectionsRefused"] == {"server", "reason"}, "labels are found in the text"
 
 
 def test_conditions_name_declared_series_and_their_labels() -> None:

@@ -93,6 +93,21 @@ def test_diagrams_have_units_legends_descriptions_and_the_boards_variables(board
                 assert re.search(rf'{re.escape(name)}{{[^}}]*instance=~"\$instance"', target["expr"])
 
 
+@EVERY
+def test_in_kubernetes_a_board_shows_one_namespace(board: Board) -> None:
+    shown = dashboard(board, "serving")
+    variables = {one["name"]: one for one in shown["templating"]["list"]}
+    assert variables["namespace"]["current"]["value"] == "serving"
+    for name in variables.keys() - {"source", "namespace"}:
+        assert 'namespace="$namespace"' in variables[name]["definition"], name
+    every = [one for row in shown["panels"] for one in (row, *row.get("panels", ()))]
+    queries = [target["expr"] for one in every for target in one.get("targets", ())]
+    assert len(queries) > 10
+    for query in queries:
+        assert query.count('namespace="$namespace"') == len(re.findall(r'instance=~"\$instance"', query)) > 0
+    assert "namespace" not in str(dashboard(board)["templating"]), "elsewhere no series has this label"
+
+
 def test_a_metric_of_a_new_part_is_on_the_board_of_the_cluster() -> None:
     new = DeclaredMetric("mooncake_novelty_things_total", "counter", (), "Things.", "novelty/things.py")
     assert board_of(new).name == "cluster"

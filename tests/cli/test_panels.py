@@ -21,6 +21,9 @@ def test_what_a_declaration_implies() -> None:
     )
     gauge = panel_of(DeclaredMetric("mooncake_x_wait_seconds", "gauge", (), "Wait.", "x.py"))
     assert (gauge.unit, gauge.queries) == ("s", (("mooncake_x_wait_seconds", "{{instance}}"),))
+    instant = panel_of(DeclaredMetric("mooncake_x_start_timestamp_seconds", "gauge", (), "When.", "x.py"))
+    assert (instant.title, instant.unit) == ("Start: time since then", "s")
+    assert instant.queries == (("time() - mooncake_x_start_timestamp_seconds", "{{instance}}"),)
     histogram = panel_of(DeclaredMetric("vllm:step_seconds", "histogram", ("kind",), "Step.", "x.py"))
     assert [legend for _, legend in histogram.queries] == ["p50 {{kind}}", "p95 {{kind}}", "p99 {{kind}}"]
     assert title_of("mooncake_conductor_kv_event_gaps_total") == "KV event gaps"

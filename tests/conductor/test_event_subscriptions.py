@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
@@ -645,3 +647,12 @@ async def test_where_an_engine_publishes_can_be_set() -> None:
 def test_a_source_that_can_t_be_read_is_refused(given: str) -> None:
     with pytest.raises(InvalidArgument, match="event_sources"):
         SchedulingSettings(event_sources=(given,))
+
+
+def test_counts_of_gaps_begin_at_0() -> None:
+    """In a process of its own, as other tests lose batches: a series that began with 1 would show no rise."""
+    program = "import mooncake.conductor.event_subscriptions; from mooncake.metrics import registry; "
+    program += "name = 'mooncake_conductor_kv_event_gaps_total'; "
+    program += "print([registry.get_sample_value(name, {'outcome': one}) for one in ('replayed', 'lost')])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[0.0, 0.0]", done.stderr

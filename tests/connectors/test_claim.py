@@ -9,7 +9,7 @@ import pytest
 
 from mooncake import clock
 from mooncake.connectors import claim as module
-from mooncake.connectors.claim import Claim, overdue_seconds
+from mooncake.connectors.claim import Claim, overdue_seconds, take_overdue_s
 
 FAR = float("inf")
 
@@ -83,6 +83,15 @@ def test_a_wait_for_overdue_memory_logs_it_and_goes_on(
     claim.leave()
     waiter.join(20.0)
     assert not waiter.is_alive() and counter._value.get() > before
+
+
+def test_overdue_seconds_are_taken_once() -> None:
+    take_overdue_s()
+    claim = Claim("load", clock.monotonic())
+    claim.log_overdue()
+    claim.log_overdue()
+    assert take_overdue_s() == 2 * module.LOG_EVERY_S
+    assert take_overdue_s() == 0.0
 
 
 def test_a_wait_ends_where_no_process_can_touch_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

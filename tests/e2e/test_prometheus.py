@@ -41,6 +41,7 @@ ELSEWHERE = {
     "gateway/ext_proc_server.py": "mooncake epp",
     "connectors/encoder_transfer.py": "vLLM with our encoder connector",
     "connectors/pages.py": "vLLM or SGLang with our connector",
+    "connectors/vllm/": "vLLM with our connectors",
     "inference/prefill_group.py": "a prefill group of several stages",
     "gateway/clients.py": "a gateway with a file of keys",
     "doctor/watch.py": "mooncake doctor --watch-s",
@@ -111,7 +112,7 @@ def prometheus(
     (folder / "admin.key").write_text(ADMIN_KEY)
     (folder / "rules.yaml").write_text(json.dumps({"groups": rule_groups()}))  # JSON is YAML
     for job in content["scrape_configs"]:
-        job["authorization"]["credentials_file"] = str(folder / "admin.key")
+        job["authorization"] = {"credentials_file": str(folder / "admin.key")}  # on loopback, without TLS
         for group in job["static_configs"]:
             group["targets"] = [pages[target.removesuffix(":0")] for target in group["targets"]]
     (folder / "prometheus.yaml").write_text(json.dumps(content))

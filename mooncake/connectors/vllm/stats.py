@@ -30,7 +30,7 @@ class NamedStats:
     def is_empty(self) -> bool:
         return not self.data
 
-    def add(self, name: str, count: int) -> None:
+    def add(self, name: str, count: float) -> None:
         if count:
             self.data[name] = self.data.get(name, 0) + count
 
@@ -100,6 +100,10 @@ class NamedMetrics:
             )
             for name, text in self.TIMES.items()
         }
+        # A counter that began with its first failure would show Prometheus no rise.
+        for labels in per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any] | None, engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -147,6 +151,7 @@ class StoreMetrics(ConnectorMetrics):
         "failed_blocks": "Blocks that a rank could not load; they were computed.",
         "saved_blocks": "Blocks that a rank saved, or that the store had already.",
         "unsaved_blocks": "Blocks that a rank could not save.",
+        "memory_overdue_seconds": "Seconds for which a rank waited for its memory beyond a load's deadline.",
     }
     TIMES: ClassVar = {
         "lookup_seconds": "Time of one lookup.",

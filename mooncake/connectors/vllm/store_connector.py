@@ -34,6 +34,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from mooncake.connectors.block_transfer import PendingLookup, PrefixLookup, RankTransfer, TransferReport
 from mooncake.connectors.cache_identity import Adapters
+from mooncake.connectors.claim import take_overdue_s
 from mooncake.connectors.lookup_spans import start_tracing, trace_lookup
 from mooncake.connectors.planner import BlockName, LoadPlan, Planner, SavePlan
 from mooncake.connectors.session import PoolSession, PoolSettings
@@ -453,6 +454,7 @@ class StoreWorkerSide:
         self.moved = moved = self.transfer.collect(timeout_s)
         self.stats.moved(moved.loads, "loaded_blocks", "failed_blocks", "load_seconds")
         self.stats.moved(moved.saves, "saved_blocks", "unsaved_blocks", "save_seconds")
+        self.stats.add("memory_overdue_seconds", take_overdue_s())
         return {one.request_id for one in moved.loaded if not one.is_layerwise}
 
     def report(self) -> RankReport | None:
