@@ -88,8 +88,16 @@ class ReplicationJob:
 class CopyJob(ReplicationJob):
     """Make a replica on each of some segments; a move if one leaves another segment for the first of them."""
 
-    def __init__(self, job_id: int, stored: StoredObject, source: Segment | None, now: float) -> None:
+    def __init__(
+        self,
+        job_id: int,
+        stored: StoredObject,
+        source: Segment | None,
+        message: m.CopyObject,
+        now: float,
+    ) -> None:
         super().__init__(job_id, stored.key, now)
+        self.message = message
         self.kind = "copy" if source is None else "move"
         self.stored = stored
         self.source = source
@@ -102,6 +110,7 @@ class DrainJob(ReplicationJob):
 
     def __init__(self, job_id: int, segments: list[Segment], message: m.DrainSegments, now: float) -> None:
         super().__init__(job_id, ", ".join(message.segments), now)
+        self.message = message
         self.segments = segments
         self.targets = list(message.targets)
         self.max_concurrency = message.max_concurrency
@@ -152,6 +161,9 @@ class Jobs:
             source = self._catalog.segments.mounted.get(message.source)
             extent = None if source is None else stored.on(source)
             if extent is None or not extent.is_complete:
+                job = self._earlier_move(message, stored, targets)
+                if job is not None:
+                    return m.JobReply(job.status(now))
                 return _refused("not_found", f"no replica of {message.key!r} is on {message.source!r}")
             is_on_ssd = any(target.tier is Tier.SSD for target in targets)
             if extent is not None and not is_on_ssd and not _is_durable_without(stored, extent):
@@ -161,7 +173,7 @@ class Jobs:
         if self._num_running >= MAX_RUNNING:
             return _refused("limit", f"{MAX_RUNNING} jobs are running; try again later")
         self._last_id += 1
-        job = CopyJob(self._last_id, stored, source, now)
+        job = CopyJob(self._last_id, stored, source, message, now)
         self._add(job)
         for target in targets:
             extent = stored.on(target)
@@ -189,6 +201,8 @@ class Jobs:
         if both:
             return _refused("invalid_argument", f"{both[0]!r} is drained and a target")
         for job in self._drains.values():
+            if job.message == message:  # its reply was lost
+                return m.JobReply(job.status(now))
             if any(segment in segments for segment in job.segments):
                 return _refused("busy", f"job {job.job_id} drains {job.about} already")
         self._last_id += 1
@@ -208,6 +222,17 @@ class Jobs:
         if message.cancel:
             self._cancel(job, now)
         return m.JobReply(job.status(now))
+
+    def _earlier_move(
+        self, message: m.CopyObject, stored: StoredObject, targets: list[Segment]
+    ) -> CopyJob | None:
+        """The job that has done just this, for a client that repeats a request whose reply was lost."""
+        if any((extent := stored.on(target)) is None or not extent.is_complete for target in targets):
+            return None
+        for job in reversed(self._jobs.values()):
+            if isinstance(job, CopyJob) and job.stored is stored and job.message == message:
+                return job if job.state == "done" else None
+        return None
 
     def _named(self, names: Iterable[str]) -> list[Segment] | Refusal:
         segments: dict[Segment, None] = {}

@@ -258,7 +258,34 @@ def test_what_can_not_be_drained_is_refused(nodes: Nodes) -> None:
     assert refusal(nodes, m.DrainSegments(["a"], [], unmount_after_s=-1.0)) == "invalid_argument"
     nodes.start("k", host="a")
     ask(nodes, m.DrainSegments(["a"], []))
-    assert refusal(nodes, m.DrainSegments(["a"], [])) == "busy"
+    assert refusal(nodes, m.DrainSegments(["a"], ["b"])) == "busy"
+    assert refusal(nodes, m.DrainSegments(["a"], [], unmount_after_s=9.0)) == "busy"
+
+
+def test_a_drain_that_is_requested_again_is_the_same_job(nodes: Nodes) -> None:
+    """The reply to the first request was lost, and the client repeats it."""
+    Place(nodes, "a"), Place(nodes, "b")
+    nodes.start("k", host="a")
+    job = ask(nodes, m.DrainSegments(["a"], ["b"], unmount_after_s=90.0))
+    again = ask(nodes, m.DrainSegments(["a"], ["b"], unmount_after_s=90.0))
+    assert (again.job_id, again.state) == (job.job_id, job.state)
+    assert ask(nodes, m.AskJob(job.job_id, cancel=True)).state == "cancelled"
+    assert ask(nodes, m.DrainSegments(["a"], ["b"])).job_id != job.job_id, "that one has ended"
+
+
+def test_a_move_that_is_requested_again_is_done(nodes: Nodes) -> None:
+    a, b, _ = (Place(nodes, name) for name in "abc")
+    nodes.put("k", host="a")
+    job = ask(nodes, m.CopyObject("k", ["b"], source="a"))
+    b.work()
+    again = ask(nodes, m.CopyObject("k", ["b"], source="a"))
+    assert (again.job_id, again.state, where(nodes, "k")) == (job.job_id, "done", ["b"])
+    assert refusal(nodes, m.CopyObject("k", ["c"], source="a")) == "not_found", "nobody moved it there"
+    back = ask(nodes, m.CopyObject("k", ["a"], source="b"))
+    a.work()
+    assert ask(nodes, m.AskJob(back.job_id)).state == "done" and where(nodes, "k") == ["a"]
+    once_more = ask(nodes, m.CopyObject("k", ["b"], source="a"))
+    assert once_more.job_id > back.job_id, "it is at the source again"
 
 
 def test_a_target_that_goes_away_is_replaced_by_another(nodes: Nodes) -> None:
