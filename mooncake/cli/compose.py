@@ -48,17 +48,27 @@ def files(settings: DeploySettings) -> dict[str, Any]:
         name: (program.web[0], program.ports[program.web[1]])
         for name, program in programs_of(settings).items()
     }
-    gpus = {"driver": "nvidia", "count": max(1, settings.gpus), "capabilities": ["gpu"]}
-    reserved = {"resources": {"reservations": {"devices": [gpus]}}}
     return {
         "compose.yaml": {
             "name": settings.namespace,
             "services": services,
             "volumes": {name: {} for name in volumes_of(settings)},
         },
-        "compose.gpu.yaml": {"services": {name: {"deploy": reserved} for name in computing}},
+        "compose.gpu.yaml": {
+            "services": {
+                name: {"deploy": {"resources": {"reservations": {"devices": [_gpus(settings, number)]}}}}
+                for number, name in enumerate(computing)
+            }
+        },
         "monitoring/prometheus.yaml": boards.prometheus(targets),
     }
+
+
+def _gpus(settings: DeploySettings, number: int) -> dict[str, Any]:
+    """GPUs of the service with this number, by name: of a count each service gets the host's first ones."""
+    each = max(1, settings.gpus)
+    names = [str(one) for one in range(number * each, (number + 1) * each)]
+    return {"driver": "nvidia", "device_ids": names, "capabilities": ["gpu"]}
 
 
 def programs_of(settings: DeploySettings) -> dict[str, Program]:

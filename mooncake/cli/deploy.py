@@ -41,7 +41,7 @@ MASTER_PORT, MASTER_WEB_PORT = 50051, 9003
 NODE_PORT, NODE_WEB_PORT = 12345, 9004
 ENGINE_PORT, EVENTS_PORT, REPLAY_PORT = 8100, 5557, 5558
 CONDUCTOR_PORT, CONDUCTOR_WEB_PORT = 8400, 13333
-GATEWAY_PORT, GATEWAY_WEB_PORT = 8000, 8001
+GATEWAY_PORT = 8000
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class DeploySettings:
     "Capacity of that tier."
 
     host_network: bool = False
-    "Nodes and engines use their host's network, which shared memory between pods and RDMA need."
+    "Nodes and engines use their host's network (`docs/deployment.md` has what else RDMA needs)."
 
     docs_url: Annotated[str, Meta(pattern="^[^\\s#?]+$")] = "docs"
     "Where alerts link to for what to do: the address of a copy of `docs/`, or its path in the checkout."
@@ -266,17 +266,20 @@ def conductor(settings: DeploySettings, place: Addresses, engine: str) -> Progra
 
 
 def gateway(settings: DeploySettings, place: Addresses, engine: str) -> Program:
-    """The gateway, with every instance that there may be: it probes those that do not exist yet."""
+    """The gateway, with every instance that there may be: it probes those that do not exist yet.
+
+    Its metrics are read at the port of its clients, with the operators' key: that one has TLS, and the
+    operators' own port, which has none, stays on loopback.
+    """
     command = _mooncake("gateway", "--host", place.listens_on, "--port", GATEWAY_PORT)
     command += ["--model", settings.model, "--served-model-name", settings.model_name]
-    command += ["--conductor", place.conductor, "--api-keys-file", CLIENTS_FILE]
-    command += ["--metrics-host", place.listens_on, "--metrics-port", str(GATEWAY_WEB_PORT)]
+    command += ["--conductor", place.conductor, "--master", place.masters]
+    command += ["--api-keys-file", CLIENTS_FILE]
     command += ["--protocol", "pool" if engine == "vllm" else "workers"]
     for flag, instances in (("--prefill", place.prefill), ("--decode", place.decode)):
         for instance in instances:
             command += [flag, instance]
-    ports = {"https": GATEWAY_PORT, "web": GATEWAY_WEB_PORT}
-    return _program("gateway", command, ports, settings.image, ("http", "web"))
+    return _program("gateway", command, {"https": GATEWAY_PORT}, settings.image, ("https", "https"))
 
 
 def _mooncake(role: str, *words: object) -> list[str]:

@@ -43,6 +43,8 @@ GROUPS = ("lws", "rbg")
 """LeaderWorkerSets, RoleBasedGroup."""
 GROUP = "engines"
 """Name of the RoleBasedGroup."""
+GIVEN_CLIENTS = "/etc/mooncake/clients/clients.toml"
+"""Where the gateway's pod has the Secret of its clients' keys."""
 MEMORY_BEYOND_POOL = 2 << 30
 DESIRED = "mooncake_conductor_desired_instances"
 
@@ -125,14 +127,14 @@ def base_of(settings: DeploySettings) -> dict[str, Any]:
             ),
         ],
         "engines.yaml": [_budget("prefill"), _budget("decode")],
-        "network.yaml": network_policies(),
+        "network.yaml": network_policies(settings),
         "monitoring.yaml": [
             *(_monitor(name, *program.web, settings) for name, program in programs.items()),
             _object(
                 "monitoring.coreos.com/v1",
                 "PrometheusRule",
                 "mooncake",
-                groups=rule_groups(settings.docs_url),
+                groups=rule_groups(settings.docs_url, [f'namespace="{settings.namespace}"']),
             ),
             *(
                 _object(
@@ -143,7 +145,7 @@ def base_of(settings: DeploySettings) -> dict[str, Any]:
                     scope=None,
                     data={name: json.dumps(content, indent=1)},
                 )
-                for name, content in boards.board_files().items()
+                for name, content in boards.board_files(settings.namespace).items()
             ),
         ],
     }
@@ -204,15 +206,17 @@ def place_of(settings: DeploySettings, group: str) -> Addresses:
     )
 
 
-def network_policies() -> list[Manifest]:
+def network_policies(settings: DeploySettings) -> list[Manifest]:
     """What may connect to what; everything else within the namespace is refused.
 
-    Pods that use their host's network are not bound by them.
+    Pods that use their host's network are not bound by them, and no selector of pods matches what they send.
+    So masters then accept connections of all, and refuse those without the cluster's certificate.
     """
+    of_masters = () if settings.host_network else ("master", "node", "prefill", "decode", "gateway")
     scrapers = {"namespaceSelector": {"matchLabels": {"mooncake/monitoring": "true"}}}
     allowed: dict[str, list[tuple[Sequence[str], Sequence[str | int]]]] = {
         "master": [
-            (("master", "node", "prefill", "decode"), ("rpc",)),
+            (of_masters, ("rpc",)),
             (("conductor",), ("events", "replay")),
         ],
         "node": [(("node", "prefill", "decode"), ("data",))],
@@ -221,9 +225,9 @@ def network_policies() -> list[Manifest]:
         # that is pushed, and the pushes. KV events are replayed from a port that the engine names.
         "prefill": [(("gateway",), ("http",)), (("conductor", "prefill", "decode"), ())],
         "decode": [(("gateway",), ("http",)), (("conductor", "prefill", "decode"), ())],
-        "gateway": [((), ("https",))],
+        "gateway": [((), ("https",))],  # its page of metrics, too
     }
-    web = {role: "http" if role in ("prefill", "decode") else "web" for role in allowed}
+    web = {role: "http" if role in ("prefill", "decode") else "web" for role in allowed if role != "gateway"}
     found = []
     for role, rules in allowed.items():
         ingress: list[Manifest] = []
@@ -234,7 +238,8 @@ def network_policies() -> list[Manifest]:
             if ports:
                 rule["ports"] = [{"port": port, "protocol": "TCP"} for port in ports]
             ingress.append(rule)
-        ingress.append({"from": [scrapers], "ports": [{"port": web[role], "protocol": "TCP"}]})
+        if role in web:
+            ingress.append({"from": [scrapers], "ports": [{"port": web[role], "protocol": "TCP"}]})
         found.append(
             _object(
                 "networking.k8s.io/v1",
@@ -301,7 +306,7 @@ def _leader_worker_set(settings: DeploySettings, place: Addresses, engine: str, 
         "leaderworkerset.x-k8s.io/v1",
         "LeaderWorkerSet",
         role,
-        replicas=getattr(settings, role),
+        # No replicas: an update that states them would undo what the HorizontalPodAutoscaler has set.
         networkConfig={"subdomainPolicy": "Shared"},
         rolloutStrategy={
             "type": "RollingUpdate",
@@ -315,6 +320,7 @@ def _role_based_group(settings: DeploySettings, place: Addresses, engine: str) -
     roles = [
         {
             "name": role,
+            # An update writes the whole list of roles: without a number it would leave one instance of each.
             "replicas": getattr(settings, role),
             "scalingAdapter": {"enable": True},
             "rolloutStrategy": {
@@ -424,7 +430,7 @@ def _pod(settings: DeploySettings, program: Program, **more: Any) -> Manifest:
         claim = {"claimName": settings.models_claim, "readOnly": True}
         volumes.append({"name": "models", "persistentVolumeClaim": claim})
     if role == "gateway":
-        spec["initContainers"] = [_private_copy(program)]
+        spec["initContainers"] = [_private_copy(program), _kept_copy(program)]
         mounts.append({"name": "clients", "mountPath": CLIENTS_FILE.rpartition("/")[0], "readOnly": True})
         volumes.append({"name": "given", "secret": {"secretName": "mooncake-clients"}})
         volumes.append({"name": "clients", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}})
@@ -435,14 +441,30 @@ def _pod(settings: DeploySettings, program: Program, **more: Any) -> Manifest:
 
 def _private_copy(program: Program) -> Manifest:
     """Copy the clients' keys to a file of mode 0600: the group of a pod may read a Secret's files."""
+    return _copying(program, "clients", ["install", "-m", "0600", GIVEN_CLIENTS, CLIENTS_FILE])
+
+
+def _kept_copy(program: Program) -> Manifest:
+    """Copy them again whenever the Secret changes, beside the gateway, which reads a changed file.
+
+    The copy takes the file's place in one step, so that the gateway never reads a part of it.
+    """
+    copy = f"install -m 0600 {GIVEN_CLIENTS} {CLIENTS_FILE}.new && mv {CLIENTS_FILE}.new {CLIENTS_FILE}"
+    loop = f"while :; do cmp -s {GIVEN_CLIENTS} {CLIENTS_FILE} || {{ {copy}; }}; sleep 5 & wait $!; done"
+    # As process 1 a shell ignores SIGTERM without a trap for it.
+    command = ["sh", "-c", f"trap 'exit 0' TERM; {loop}"]
+    return {**_copying(program, "clients-again", command), "restartPolicy": "Always"}
+
+
+def _copying(program: Program, name: str, command: list[str]) -> Manifest:
     return {
-        "name": "clients",
+        "name": name,
         "image": program.image,
-        "command": ["install", "-m", "0600", "/etc/mooncake/clients/clients.toml", CLIENTS_FILE],
+        "command": command,
         "securityContext": _confined(),
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
         "volumeMounts": [
-            {"name": "given", "mountPath": "/etc/mooncake/clients", "readOnly": True},
+            {"name": "given", "mountPath": GIVEN_CLIENTS.rpartition("/")[0], "readOnly": True},
             {"name": "clients", "mountPath": CLIENTS_FILE.rpartition("/")[0]},
         ],
     }
@@ -545,9 +567,9 @@ def _monitor(role: str, scheme: str, port: str, settings: DeploySettings) -> Man
         "path": "/metrics",
         "scheme": scheme,
         "interval": boards.SCRAPE,
-        "authorization": {"credentials": {"name": "mooncake-admin", "key": "ADMIN_API_KEY"}},
     }
-    if scheme == "https":
+    if scheme == "https":  # what is read in plain HTTP gets no key
+        endpoint["authorization"] = {"credentials": {"name": "mooncake-admin", "key": "ADMIN_API_KEY"}}
 
         def of(key: str) -> Manifest:
             return {"secret": {"name": "mooncake-prometheus", "key": key}}

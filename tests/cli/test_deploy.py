@@ -15,10 +15,13 @@ import pytest
 import yaml
 
 from mooncake import config
+from mooncake.cli import kubernetes
 from mooncake.cli.commands import COMMANDS
-from mooncake.cli.deploy import DeploySettings, files_of, make_credentials
+from mooncake.cli.deploy import CLIENTS_FILE, DeploySettings, files_of, make_credentials
+from mooncake.console.store_source import RemoteMaster
 from mooncake.errors import InvalidArgument
 from tests import kustomize
+from tests.cluster import wait_for
 
 ROOT = Path(__file__).parent.parent.parent
 OVERLAYS = ("workers-lws", "workers-rbg", "vllm-lws", "vllm-rbg")
@@ -28,6 +31,7 @@ VARIANTS = {
     "default": DeploySettings(),
     "one master, no GPU": DeploySettings(masters=1, gpus=0, prefill=1, decode=1, max_prefill=1, max_decode=1),
     "stages": DeploySettings(stages=3),
+    "two GPUs each": DeploySettings(gpus=2),
     "hosts": DeploySettings(host_network=True, ssd_path="/mnt/nvme", ssd_size_bytes=1 << 40),
 }
 
@@ -146,7 +150,91 @@ def test_engines_may_push_kv_to_each_other_and_others_reach_one_port(rendered: P
         assert sources == {"prefill", "decode", "conductor"}
     for role in rules.keys() - {"prefill", "decode"}:
         assert all("ports" in rule for rule in rules[role]), role
-    assert [role for role, found in rules.items() if any("from" not in one for one in found)] == ["gateway"]
+    # No selector matches what pods with their host's network send, so masters can't name their callers then.
+    of_hosts = any(one["spec"].get("hostNetwork") for one in pods(objects))
+    open_to_all = [role for role, found in rules.items() if any("from" not in one for one in found)]
+    assert open_to_all == (["master", "gateway"] if of_hosts else ["gateway"])
+    (rpc,) = [rule for rule in rules["master"] if rule["ports"] == [{"port": "rpc", "protocol": "TCP"}]]
+    origins = [
+        one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in rpc.get("from", [])
+    ]
+    assert origins == ([] if of_hosts else ["master", "node", "prefill", "decode", "gateway"])
+
+
+def test_an_update_leaves_the_numbers_that_autoscalers_set(rendered: Path) -> None:
+    found = 0
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        objects = kustomize.build(overlay)
+        targets = [
+            one["spec"]["scaleTargetRef"] for one in objects if one["kind"] == "HorizontalPodAutoscaler"
+        ]
+        scaled = {(target["kind"], target["name"]) for target in targets}
+        for one in objects:
+            if (one["kind"], one["metadata"]["name"]) in scaled:
+                assert "replicas" not in one["spec"], f"{overlay.name}: {one['kind']}"
+                found += 1
+    assert found >= 7, "gateways, and the engines of overlays with LeaderWorkerSets"
+
+
+def test_the_operators_key_is_sent_over_tls_only(rendered: Path) -> None:
+    seen = set()
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        for one in kustomize.build(overlay):
+            if one["kind"] == "ServiceMonitor":
+                (endpoint,) = one["spec"]["endpoints"]
+                assert ("authorization" in endpoint) == (endpoint["scheme"] == "https"), one["metadata"]
+                seen.add((one["metadata"]["name"], endpoint["scheme"]))
+    assert ("gateway", "https") in seen and ("prefill", "http") in seen, "vLLM has no TLS of its own"
+    for job in yaml.safe_load((rendered / "monitoring" / "prometheus.yaml").read_text())["scrape_configs"]:
+        assert job["scheme"] == "https" and "authorization" in job, job["job_name"]
+    services = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]
+    assert "--metrics-host" not in services["gateway"]["command"], "that port has no TLS: on loopback only"
+
+
+def test_gateways_know_the_masters(rendered: Path) -> None:
+    """Without them the console has no pages about the store."""
+    services = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]
+    commands = [services["gateway"]["command"]]
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        for template in pods(kustomize.build(overlay)):
+            commands += [one["args"] for one in template["spec"]["containers"] if one["name"] == "gateway"]
+    assert len(commands) >= 4
+    for words in commands:
+        assert "--master" in words
+        address = words[words.index("--master") + 1]
+        assert address.startswith("master-0") and ":50051" in address
+        RemoteMaster(address)
+
+
+def test_a_withdrawn_key_reaches_a_gateway_that_runs(tmp_path: Path) -> None:
+    """The container beside the gateway, as a process: it repeats the copy, and ends at SIGTERM."""
+    overlay = written(DeploySettings(), tmp_path / "out") / "kubernetes" / "overlays" / "workers-lws"
+    (gateway,) = [
+        one for one in pods(kustomize.build(overlay)) if one["spec"]["containers"][0]["name"] == "gateway"
+    ]
+    once, again = gateway["spec"]["initContainers"]
+    assert again["restartPolicy"] == "Always" and "restartPolicy" not in once
+    given, copied = tmp_path / "given.toml", tmp_path / "clients.toml"
+
+    def here(words: list[str]) -> list[str]:
+        replaced = {kubernetes.GIVEN_CLIENTS: str(given), CLIENTS_FILE: str(copied), "sleep 5": "sleep 0.05"}
+        for old, new in replaced.items():
+            words = [word.replace(old, new) for word in words]
+        return words
+
+    given.write_text("first")
+    subprocess.run(here(once["command"]), check=True, timeout=60)
+    assert copied.read_text() == "first"
+    inode = copied.stat().st_ino
+    given.write_text("second")
+    process = subprocess.Popen(here(again["command"]))
+    try:
+        wait_for(lambda: copied.read_text() == "second", "the changed file", 60)
+        assert stat.S_IMODE(copied.stat().st_mode) == 0o600 and copied.stat().st_ino != inode
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
 
 
 def test_every_role_s_flags_exist(rendered: Path) -> None:
@@ -217,10 +305,16 @@ def test_compose_is_whole(rendered: Path) -> None:
         # What compose would replace: only the two variables that have a default.
         for variable in re.findall(r"\$\S*", str(service)):
             assert variable.startswith(("${MOONCAKE_USER:-", "${MOONCAKE_MODELS:-")), variable
-    given = {one.rpartition("/")[2] for one in services["volumes"]["command"][2:]}
-    assert given == content["volumes"].keys(), "every volume is given to the services' user"
+    owned = {one.rpartition("/")[2] for one in services["volumes"]["command"][2:]}
+    assert owned == content["volumes"].keys(), "every volume is given to the services' user"
     others = yaml.safe_load((rendered / "compose.gpu.yaml").read_text())["services"]
     assert others.keys() <= services.keys() and len(others) >= 2
+    devices = [one["deploy"]["resources"]["reservations"]["devices"] for one in others.values()]
+    assert all("count" not in one for (one,) in devices), (
+        "a count is the host's first ones, for every service"
+    )
+    given = [number for (one,) in devices for number in one["device_ids"]]
+    assert given == [str(number) for number in range(len(given))] and len(given) >= len(others)
 
 
 def test_promtool_accepts_rules_and_configuration(rendered: Path) -> None:

@@ -29,6 +29,7 @@ import yaml
 
 from mooncake.cli import boards
 from mooncake.cli.deploy import DeploySettings, files_of, make_credentials
+from mooncake.cli.metric_declarations import declared_metrics
 from mooncake.cli.panels import series_in
 from tests import kustomize
 from tests.cluster import wait_for
@@ -73,6 +74,8 @@ class Kubelet:
         self.folder, self.secrets, self.model, self.api = folder, secrets, model, api
         self.objects = objects
         self.pods: list[Pod] = []
+        self.beside: list[subprocess.Popen[bytes]] = []
+        """Processes of containers that run beside a pod's own."""
         self.names: dict[str, str] = {}
         for one in objects:
             kind, name, spec = one["kind"], one["metadata"]["name"], one.get("spec", {})
@@ -87,7 +90,13 @@ class Kubelet:
                 self.names[name] = self.pods[-1].address
             elif kind == "LeaderWorkerSet":
                 template = spec["leaderWorkerTemplate"]["workerTemplate"]
-                self._add(name, template, [f"{name}-{n}" for n in range(spec["replicas"])], service=name)
+                (fewest,) = [
+                    scaler["spec"]["minReplicas"]
+                    for scaler in objects
+                    if scaler["kind"] == "HorizontalPodAutoscaler"
+                    and scaler["spec"]["scaleTargetRef"]["name"] == name
+                ]
+                self._add(name, template, [f"{name}-{n}" for n in range(fewest)], service=name)
             elif kind == "Lease":
                 lease = copy.deepcopy(one)
                 lease["metadata"]["resourceVersion"] = "1"
@@ -108,7 +117,11 @@ class Kubelet:
             mounts = self._volumes(pod)
             spec = pod.template["spec"]
             for container in spec.get("initContainers", []):
-                subprocess.run(self._command(pod, container, mounts), check=True, timeout=60)
+                command = self._command(pod, container, mounts)
+                if container.get("restartPolicy") == "Always":
+                    self.beside.append(subprocess.Popen(command))
+                else:
+                    subprocess.run(command, check=True, timeout=60)
             (container,) = spec["containers"]
             pod.log = self.folder / f"{pod.name}.log"
             with pod.log.open("wb") as output:
@@ -120,6 +133,9 @@ class Kubelet:
                 )
 
     def stop(self) -> None:
+        for process in self.beside:
+            process.kill()
+            process.wait(30)
         for pod in self.pods:
             if pod.process is not None:
                 pod.process.kill()
@@ -152,6 +168,7 @@ class Kubelet:
             path = mount["mountPath"]
             if word == path or word.startswith(f"{path}/"):
                 return str(volumes[mount["name"]]) + word.removeprefix(path)
+            word = word.replace(f" {path}/", f" {volumes[mount['name']]}/")  # in a shell's script
         word = word.replace("$(POD_IP)", pod.address).replace("$(POD_NAME)", pod.name)
         assert "$(" not in word
         if word.startswith("k8s://"):
@@ -228,6 +245,15 @@ class Kubelet:
             text: str = answer.read().decode()
             return text
 
+    def console(self, page: str) -> Any:
+        """The JSON of a page of the gateway's console, with the operators' key."""
+        tls = ssl.create_default_context(cafile=str(self.secrets / "ca.pem"))
+        tls.check_hostname = False
+        url = f"https://{self.names['gateway']}:8000/console/{page}.json"
+        request = urllib.request.Request(url, headers={"X-API-Key": self.admin_key})
+        with urllib.request.urlopen(request, timeout=60, context=tls) as answer:
+            return json.loads(answer.read())
+
     def ask(self, prompt: str, key: str) -> tuple[int, Any]:
         """A completion by the gateway's port for clients."""
         tls = ssl.create_default_context(cafile=str(self.secrets / "ca.pem"))
@@ -297,6 +323,12 @@ def leader(kubelet: Kubelet) -> Pod | None:
     return next((pod for pod in kubelet.pods if pod.address == holder), None)
 
 
+def test_the_console_shows_the_store(kubelet: Kubelet) -> None:
+    assert not kubelet.console("cluster")["store_trouble"]
+    found = kubelet.console("store")["segments"]
+    assert len(found) >= NUM_HOSTS, found
+
+
 def test_every_query_of_the_boards_finds_its_metrics(kubelet: Kubelet) -> None:
     kubelet.pods = [pod for pod in kubelet.pods if pod.process is not None and pod.process.poll() is None]
     pages = kubelet.scrape()
@@ -306,5 +338,17 @@ def test_every_query_of_the_boards_finds_its_metrics(kubelet: Kubelet) -> None:
         for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.M):
             ends = ("_bucket", "_count", "_sum") if kind == "histogram" else ("",)
             names |= {name + end for end in ends}
+    of_vllm = [one for one in declared_metrics() if one.module.startswith("connectors/vllm/")]
+    names |= {name for one in of_vllm for name in one.series}  # of another overlay
     for query in boards.queries(with_others=False):
         assert series_in(query) <= names | {"up"}, query
+
+
+def test_a_key_is_withdrawn_and_another_added_without_a_restart(kubelet: Kubelet) -> None:
+    """A kubelet changes a Secret's files in the pods that have it. The last test, as it changes the key."""
+    old, new = client_key(kubelet), "sk-another-key-which-is-long-enough"
+    assert kubelet.ask("0123456789", old)[0] == 200
+    given = kubelet.folder / "gateway-0" / "given" / "clients.toml"
+    given.write_text(given.read_text().replace(old, new))
+    wait_for(lambda: kubelet.ask("0123456789", old)[0] == 401, "the withdrawn key to be refused", PATIENCE_S)
+    assert kubelet.ask("0123456789", new)[0] == 200
