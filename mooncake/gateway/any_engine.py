@@ -36,7 +36,6 @@ from mooncake.gateway.clients import Client
 from mooncake.gateway.engine_apis import (
     EngineApi,
     EngineUsage,
-    as_chat,
     failure_in,
     read_object,
     read_request,
@@ -92,9 +91,8 @@ async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, cont
     request = await large_json.decoded(content, partial(read_request, api))
     request = without_transfers(request, gateway.settings.trust_clients)
     slo = slo_of(http)
-    num_answers = 1 if api.has_named_events else num_answers_of(request)
     client: Client | None = http.state.client
-    entry = Permit(gateway.limiter, client, num_answers, clock.monotonic())
+    entry = Permit(gateway.limiter, client, api.num_answers(request), clock.monotonic())
 
     def leave() -> None:
         entry.leave(clock.monotonic())
@@ -219,9 +217,9 @@ class PreparedRequest:
     place: Place
     headers: Mapping[str, str]
     "Headers of every call to an engine."
-    rank: int | None = None
+    rank: int | None
     "Data-parallel rank that the client wants."
-    prompt: PromptKeys | None = None
+    prompt: PromptKeys
 
 
 async def prepare(
@@ -249,7 +247,7 @@ async def prepare(
         # Not beside a priority in the body: engines would prefer the header.
         headers[PRIORITY_HEADER] = str(priority)
     tracing.phase("tokenize")
-    names = await gateway.prompts.name(as_chat(api, request), adapter, headers, gateway.scheduling)
+    names = await gateway.prompts.name(api, request, adapter, headers, gateway.scheduling)
     slo = slo_of(http)
     place = Place(
         answer_id,
@@ -284,15 +282,15 @@ async def _proxied_request_of(
         api=api,
         request=request,
         place=found.place,
+        num_prompt_tokens=found.prompt.num_all_tokens,
         headers=found.headers,
         rank_header={} if found.rank is None else {RANK_HEADER: str(found.rank)},
         deadline=clock.monotonic() + gateway.settings.request_timeout_s,
     )
     gateway.recorder.watch(proxied, http)
-    if found.prompt is not None:
-        origin = origin_of(http, str(request.get("cache_salt") or ""), adapter or gateway.settings.model_name)
-        if (observed := gateway.misses.prompt_arrived(found.place, origin, found.prompt)) is not None:
-            proxied.end_listeners.append(observed.request_ended)
+    origin = origin_of(http, str(request.get("cache_salt") or ""), adapter or gateway.settings.model_name)
+    if (observed := gateway.misses.prompt_arrived(found.place, origin, found.prompt)) is not None:
+        proxied.end_listeners.append(observed.request_ended)
     return proxied
 
 
@@ -315,13 +313,6 @@ async def settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
         request["model"] = cards[0].id
         return ""
     raise model_not_found(wanted, ", ".join(card.id for card in cards))
-
-
-def num_answers_of(request: dict[str, Any]) -> int:
-    """Answers to a request: its prompts times ``n``. A chat has one prompt, whatever its field ``prompt``."""
-    prompt = None if "messages" in request else request.get("prompt")
-    is_batch = isinstance(prompt, list) and len(prompt) > 0 and not isinstance(prompt[0], int)
-    return max(1, request.get("n") or 1) * (len(prompt) if is_batch and isinstance(prompt, list) else 1)
 
 
 def _as_int(found: object) -> int:
@@ -380,19 +371,25 @@ class ProxiedRequest(PlacedRequest):
         api: EngineApi,
         request: Mapping[str, Any],
         place: Place,
+        num_prompt_tokens: int,
         headers: Mapping[str, str],
         rank_header: Mapping[str, str],
         deadline: float,
     ) -> None:
-        """``rank_header``: the client's data-parallel rank, for an engine that serves the request alone."""
+        """
+        Args:
+            num_prompt_tokens: tokens of all prompts, as far as the gateway knows them.
+            rank_header: the client's data-parallel rank, for an engine that serves the request alone.
+        """
         super().__init__(scheduling, place)
-        self.usage = Usage(prompt_tokens=place.num_tokens)
+        self.usage = Usage(prompt_tokens=num_prompt_tokens)
         self._workers, self._backends = workers, backends
         self._protocol = protocol
         self.api = api
         self._path, self._body, self._headers = api.path, request, headers
         self._rank_header = rank_header
         self.is_stream = bool(request.get("stream"))
+        self._is_one_answer = api.num_answers(request) == 1
         self.deadline = deadline
         self._began = self._last = clock.monotonic()
         self._ttft_s = 0.0
@@ -629,15 +626,18 @@ class ProxiedRequest(PlacedRequest):
             if event.has_new_weights:
                 raise WeightsReplaced(event.failure)
             raise WorkerFailed(decision.decode, event.failure)
-        if event.usage is None:
+        usage = event.usage
+        if usage is None:
             return content
         await self._prefill_answered()
-        self.usage = event.usage
+        if self._is_one_answer or not (self.is_stream and event.choices):
+            # Beside one choice of several, an engine counts this choice and its prompt only.
+            self.usage = usage
         if self._prefill is None:
             return content
-        self.usage.prompt_tokens_details = self._prefill.prompt_tokens_details
+        usage.prompt_tokens_details = self._prefill.prompt_tokens_details
         whole = msgspec.json.decode(content)
-        whole["usage"]["prompt_tokens_details"] = msgspec.to_builtins(self.usage.prompt_tokens_details)
+        whole["usage"]["prompt_tokens_details"] = msgspec.to_builtins(usage.prompt_tokens_details)
         return msgspec.json.encode(whole)
 
     def _note_time(self) -> None:

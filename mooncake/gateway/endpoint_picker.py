@@ -24,8 +24,8 @@ from fastapi import Request
 from prometheus_client import Counter, Histogram
 
 from mooncake import clock, metrics
-from mooncake.conductor.messages import Decision, Failed, Finished, InstanceStatus, Place, Prefilled, Refuse
-from mooncake.gateway.any_engine import EMBEDDINGS, num_answers_of, prepare, settle_model
+from mooncake.conductor.messages import Decision, Failed, Finished, InstanceStatus, Prefilled, Refuse
+from mooncake.gateway.any_engine import EMBEDDINGS, PreparedRequest, prepare, settle_model
 from mooncake.gateway.clients import Client
 from mooncake.gateway.engine_apis import (
     CHAT,
@@ -172,15 +172,14 @@ class EndpointPicker:
         request = dict(without_transfers(given, gateway.settings.trust_clients))
         if client is not None:
             request["cache_salt"] = client.entry.cache_salt
-        num_answers = 1 if api.has_named_events else num_answers_of(request)
-        permit = Permit(gateway.limiter, client, num_answers, clock.monotonic())
+        permit = Permit(gateway.limiter, client, api.num_answers(request), clock.monotonic())
         account: PickedRequest | None = None
         try:
             adapter = await settle_model(gateway, request)
             prepared = await prepare(gateway, http, api, request, adapter)
             rows = await self._addressable()
             allowed = _Allowed(head.subset, rows)
-            account = PickedRequest(gateway, prepared.place, permit, slo_of(http), client)
+            account = PickedRequest(gateway, prepared, permit, slo_of(http), client)
             decision = await account.place(allowed)
             endpoints = self._in_order(decision, allowed)
             account.expect(endpoints, rows)
@@ -316,9 +315,10 @@ class PickedRequest(PlacedRequest):
     """The account of one request at the conductor, from its placement to ``finish``."""
 
     def __init__(
-        self, gateway: Gateway, place: Place, permit: Permit, slo: Slo, client: Client | None
+        self, gateway: Gateway, prepared: PreparedRequest, permit: Permit, slo: Slo, client: Client | None
     ) -> None:
-        super().__init__(gateway.scheduling, place)
+        super().__init__(gateway.scheduling, prepared.place)
+        self._num_prompt_tokens = prepared.prompt.num_all_tokens
         self._permit, self._slo, self._client = permit, slo, client
         self._endpoints: list[str] = []
         self._instances: dict[str, InstanceId] = {}
@@ -397,7 +397,7 @@ class PickedRequest(PlacedRequest):
         self._permit.leave(clock.monotonic())
         place_id = self.place_id
         self.end(Finished(place_id, measured.output_tokens, measured.ttft_s, measured.tbt_s, is_complete))
-        num_prompt = measured.prompt_tokens or self._place_event.num_tokens
+        num_prompt = measured.prompt_tokens or self._num_prompt_tokens
         if not is_complete:
             if self._is_computed and self._client is not None:
                 num_output = max(measured.output_tokens, measured.num_events)

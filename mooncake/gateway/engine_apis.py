@@ -50,6 +50,29 @@ class EngineApi:
     def has_named_events(self) -> bool:
         return bool(self.endings)
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether it takes a chat, or another form of one, and not prompts that are continued."""
+        return self.path != COMPLETIONS.path
+
+    def prompts(self, request: Mapping[str, Any]) -> list[Any]:
+        """The prompts that are answered: only completions take more than one.
+
+        Which fields have them is a matter of the endpoint. An engine ignores those of another one, so that a
+        completion with ``messages`` is no chat.
+        """
+        found = request.get(self.prompt)
+        is_batch = isinstance(found, list) and len(found) > 0 and not isinstance(found[0], int)
+        return found if is_batch and not self.is_chat and isinstance(found, list) else [found]
+
+    def num_answers(self, request: Mapping[str, Any]) -> int:
+        """Answers to a request: its prompts times ``n``. Embedded prompts are answered beside the others."""
+        if self.has_named_events:
+            return 1
+        embedded = None if self.is_chat else request.get("prompt_embeds")
+        num_embedded = len(embedded) if isinstance(embedded, list) else int(embedded is not None)
+        return max(1, request.get("n") or 1) * (len(self.prompts(request)) + num_embedded)
+
     def max_output_tokens(self, request: Mapping[str, Any]) -> Any:
         """The limit of the answer, unchecked; None without one."""
         return next((request[name] for name in self.limits if request.get(name)), None)

@@ -11,7 +11,7 @@ answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +19,7 @@ import msgspec
 from mooncake.conductor.client import ConductorClient
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.backends import Backends
+from mooncake.gateway.engine_apis import EngineApi, as_chat
 from mooncake.gateway.worker_client import WorkerClient
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
@@ -62,10 +63,26 @@ class PromptKeys(msgspec.Struct):
     "The prompt, where its tokens are known."
     text: bytes = b""
     "The prompt, where they are unknown or can't be shown as text here."
+    num_other_tokens: int = 0
+    "Tokens of the request's other prompts."
+
+    @property
+    def num_all_tokens(self) -> int:
+        """Tokens of all prompts of the request, for quotas; the conductor places it by the first one."""
+        return self.num_tokens + self.num_other_tokens
 
 
 class _Tokens(msgspec.Struct):
     tokens: list[int]
+
+
+class _NamedPrompt:
+    """The prompt whose keys are computed: messages of a chat, a text, or token ids."""
+
+    def __init__(self, request: Mapping[str, Any], is_chat: bool, first: Any) -> None:
+        """``request``: in the form of a chat, if it ``is_chat``; ``first``: its first prompt otherwise."""
+        self.request, self.is_chat = request, is_chat
+        self.prompt: Any = request["messages"] if is_chat else first if isinstance(first, str | list) else ""
 
 
 class PromptHasher:
@@ -84,21 +101,32 @@ class PromptHasher:
 
     async def name(
         self,
+        api: EngineApi,
         request: Mapping[str, Any],
         adapter: str,
         headers: Mapping[str, str],
         scheduling: ConductorClient,
     ) -> PromptKeys:
         """Compute the keys of the (first) prompt of a request."""
-        salt = str(request.get("cache_salt") or "")
-        prompt = _first_prompt(request)
+        prompts = api.prompts(request)
+        named = _NamedPrompt(as_chat(api, request), api.is_chat, prompts[0])
+        found = await self._name(named, adapter, headers, scheduling)
+        if len(prompts) > 1:
+            found.num_other_tokens = await self._num_tokens(prompts[1:], bool(request.get("stream")))
+        return found
+
+    async def _name(
+        self, named: _NamedPrompt, adapter: str, headers: Mapping[str, str], scheduling: ConductorClient
+    ) -> PromptKeys:
+        salt = str(named.request.get("cache_salt") or "")
+        prompt = named.prompt
         if self._how == "none":
             return PromptKeys(_guessed_tokens(prompt))
-        tokens = prompt if isinstance(prompt, list) and "messages" not in request else None
+        tokens = prompt if isinstance(prompt, list) and not named.is_chat else None
         if tokens is None and self._how != "text":
-            tokens = await self._tokens(request, prompt, headers, scheduling)
+            tokens = await self._tokens(named, headers, scheduling)
         if tokens is None:
-            text = _text_of(request, prompt)
+            text = _text_of(named)
             pieces = text[: len(text) - len(text) % BYTES_PER_TOKEN]  # four bytes are hashed like a token
             keys = self._keys(pieces, self._block_tokens, salt, adapter + _TEXT_ADAPTER)
             return PromptKeys(max(1, len(text) // BYTES_PER_TOKEN), keys, is_text=True, text=text)
@@ -107,23 +135,43 @@ class PromptHasher:
         except (OverflowError, TypeError):
             return PromptKeys(max(1, len(tokens)))  # no tokens; the engine will report the error
         bare = self._keys(tokens, self._block_tokens, "", adapter) if salt else []
-        text = _text_of(request, prompt) if self._tokenizer is None and not isinstance(prompt, list) else b""
+        text = _text_of(named) if self._tokenizer is None and not isinstance(prompt, list) else b""
         return PromptKeys(max(1, len(tokens)), keys, bare, tokens=tokens, text=text)
+
+    async def _num_tokens(self, prompts: Sequence[Any], is_stream: bool) -> int:
+        """Tokens of prompts of which no keys are needed; estimated where the model's tokenizer is not used.
+
+        ``is_stream``: whether the engine may report no usage; otherwise an estimate is enough.
+        """
+        tokenizer = self._tokenizer
+        may_encode = is_stream and self._how in ("auto", "model") and self._agrees.get(False, True)
+
+        def count(prompt: Any) -> int:
+            if tokenizer is None or not may_encode or not isinstance(prompt, str):
+                return _guessed_tokens(prompt)
+            try:
+                return len(tokenizer.encode(prompt))
+            except (InvalidArgument, TypeError, ValueError):
+                return _guessed_tokens(prompt)  # the engine will report the error
+
+        def count_all() -> int:
+            return sum(map(count, prompts))
+
+        is_short = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) < INLINE_CHARS
+        return count_all() if is_short or not may_encode else await asyncio.to_thread(count_all)
 
     def _keys(self, items: Any, size: int, salt: str, adapter: str) -> list[BlockKey]:
         return [short_key(one) for one in block_hashes(items, size, root_hash(salt, adapter))]
 
     async def _tokens(
-        self, request: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: ConductorClient
+        self, named: _NamedPrompt, headers: Mapping[str, str], scheduling: ConductorClient
     ) -> list[int] | None:
         """The tokens of a prompt; None when unknown."""
-        is_chat = "messages" in request
-        ours = await self._by_tokenizer(request, prompt) if self._agrees.get(is_chat, True) else None
+        is_chat = named.is_chat
+        ours = await self._by_tokenizer(named) if self._agrees.get(is_chat, True) else None
         if ours is not None and (is_chat in self._agrees or not self._engine_tokenizes):
             return ours
-        theirs = (
-            await self._by_engine(request, prompt, headers, scheduling) if self._engine_tokenizes else None
-        )
+        theirs = await self._by_engine(named, headers, scheduling) if self._engine_tokenizes else None
         if ours is not None and theirs is not None:
             self._agrees[is_chat] = ours == theirs
             if ours != theirs:
@@ -131,11 +179,11 @@ class PromptHasher:
                 log.warning("tokenizer_mismatch", is_chat=is_chat, reason=reason)
         return ours if theirs is None else theirs
 
-    async def _by_tokenizer(self, request: Mapping[str, Any], prompt: Any) -> list[int] | None:
-        tokenizer = self._tokenizer
+    async def _by_tokenizer(self, named: _NamedPrompt) -> list[int] | None:
+        tokenizer, request, prompt = self._tokenizer, named.request, named.prompt
         if tokenizer is None or self._how == "engine" or request.get("tools") or request.get("chat_template"):
             return None
-        is_chat = "messages" in request
+        is_chat = named.is_chat
         if is_chat and not all(_is_plain(message) for message in prompt):
             return None
 
@@ -157,15 +205,15 @@ class PromptHasher:
             return None  # the engine will report the error
 
     async def _by_engine(
-        self, request: Mapping[str, Any], prompt: Any, headers: Mapping[str, str], scheduling: ConductorClient
+        self, named: _NamedPrompt, headers: Mapping[str, str], scheduling: ConductorClient
     ) -> list[int] | None:
         instance = await self._backends.pick_instance(scheduling)
         if instance is None:
             return None
-        names = _OF_CHAT if "messages" in request else _OF_TEXT
+        names, request = _OF_CHAT if named.is_chat else _OF_TEXT, named.request
         body = {name: request[name] for name in names if request.get(name) is not None}
-        if "messages" not in request:
-            body["prompt"] = prompt
+        if not named.is_chat:
+            body["prompt"] = named.prompt
         try:
             async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
                 answer = await self._workers.whole(instance, "/tokenize", body, headers)
@@ -179,24 +227,15 @@ class PromptHasher:
         return None
 
 
-def _first_prompt(request: Mapping[str, Any]) -> Any:
-    """The first prompt: messages, a text, or token ids."""
-    if "messages" in request:
-        return request["messages"]
-    prompt = request.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    return prompt if isinstance(prompt, str | list) else ""
-
-
-def _text_of(request: Mapping[str, Any], prompt: Any) -> bytes:
+def _text_of(named: _NamedPrompt) -> bytes:
+    prompt, tools = named.prompt, named.request.get("tools")
     if isinstance(prompt, str):
         return prompt.encode()
-    tools = msgspec.json.encode(request["tools"]) if request.get("tools") else b""
+    begin = msgspec.json.encode(tools) if tools else b""
     if not all(_is_plain(message) for message in prompt):
-        return tools + msgspec.json.encode(prompt)
+        return begin + msgspec.json.encode(prompt)
     # With as little markup as possible, or all chats would seem to begin alike.
-    return tools + "".join(f"{one.get('role')}\n{one['content']}\n" for one in prompt).encode()
+    return begin + "".join(f"{one.get('role')}\n{one['content']}\n" for one in prompt).encode()
 
 
 def _is_plain(message: Any) -> bool:
@@ -206,5 +245,5 @@ def _is_plain(message: Any) -> bool:
 def _guessed_tokens(prompt: Any) -> int:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)
-    size = len(prompt) if isinstance(prompt, str) else len(msgspec.json.encode(prompt))
+    size = len(prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt))
     return max(1, size // BYTES_PER_TOKEN)

@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from aiohttp import web
 
 from mooncake.conductor.client import RemoteConductor
 from mooncake.conductor.messages import Failed, Finished, Prefilled, StepMeasured
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway import any_engine
+from mooncake.gateway.clients import Client
+from mooncake.inference.tokenizer import Tokenizer
 from mooncake.metrics import registry
 from tests.gateway.conftest import running
 from tests.gateway.doubles import answer_text
@@ -299,23 +305,6 @@ async def test_an_unreadable_field_is_refused_by_name(body: Any, param: str | No
 # --- failures
 
 
-@pytest.mark.parametrize(
-    ("request_", "num_answers"),
-    [
-        ({"prompt": "one"}, 1),
-        ({"prompt": ["one", "two"], "n": 3}, 6),
-        ({"prompt": [1, 2, 3]}, 1),
-        ({"prompt": [[1], [2]]}, 2),
-        ({"prompt": []}, 1),
-        ({"messages": [], "prompt": []}, 1),
-        ({"messages": [], "prompt": ["one", "two"], "n": 2}, 2),
-    ],
-    ids=["text", "texts", "tokens", "lists of tokens", "none", "chat with none", "chat with texts"],
-)
-def test_answers_are_prompts_times_n(request_: dict[str, Any], num_answers: int) -> None:
-    assert any_engine.num_answers_of(request_) == num_answers
-
-
 async def test_an_engine_s_refusal_reaches_the_client_unchanged() -> None:
     refusal = {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}
     async with fronting(2, 2) as front:
@@ -539,6 +528,50 @@ async def test_an_answer_without_prefill_counts_its_own_engine_s_cached_tokens()
         assert len(prefill.calls) >= 2, "it was called again, in vain"
         usage = streamed.chunks[-1]["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 8, "not the lost prefill's cached tokens"
+
+
+KEY = "anna-anna-anna-anna"
+
+
+@contextlib.asynccontextmanager
+async def charging(tmp_path: Path, tokenizer: Any) -> AsyncIterator[tuple[Front, Client]]:
+    """A gateway with one engine, and its only client."""
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "anna", "key": KEY, "tokens_per_minute": 1_000_000}]}))
+    path.chmod(0o600)
+    settings = {"tokenizing": "model", "scheduling": "cache_aware", "api_keys_file": str(path)}
+    async with fronting(0, 1, tokenizer, **settings) as front:
+        assert front.gateway.clients is not None
+        client = front.gateway.clients.of({"authorization": f"Bearer {KEY}"}, False)
+        yield front, client
+
+
+@pytest.mark.parametrize("usage", ["none", "of each choice", "of all"])
+async def test_a_streamed_batch_is_charged_for_all_its_prompts(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, usage: str
+) -> None:
+    prompts = ["w20 w21", PROMPT, "w30 w31 w32"]
+    async with charging(tmp_path, tokenizer) as (front, client):
+        charged: list[int] = []
+        monkeypatch.setattr(client, "charge", lambda num_tokens, now: charged.append(num_tokens))
+        [engine] = front.decode
+        send = engine._event
+
+        async def with_usage(response: web.StreamResponse, fields: dict[str, Any]) -> None:
+            counts = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+            await send(response, {"usage": counts, **fields} if usage == "of each choice" else fields)
+
+        monkeypatch.setattr(engine, "_event", with_usage)
+        body: dict[str, Any] = {"prompt": prompts, "max_tokens": 4, "stream": True}
+        if usage == "of all":
+            body["stream_options"] = {"include_usage": True}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with front.session.post(front.url + TEXT, json=body, headers=headers) as response:
+            text = await response.text()
+        assert text.endswith("data: [DONE]\n\n")
+        # The double streams the first choice only, but counts all in its usage. An event without usage counts
+        # as one token, and so does the end.
+        assert charged == [2 + len(IDS) + 3 + (3 * 4 if usage == "of all" else 5)]
 
 
 async def test_a_failed_engine_s_identity_is_queried_anew() -> None:

@@ -248,12 +248,15 @@ async def test_an_unknown_endpoint_that_served_changes_no_account(served: str) -
         await exchange.end()
 
 
-async def test_an_answer_that_ends_early_is_charged_for_what_was_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt", ["w1 w2 w3", [[1], [1, 2, 3]]])
+async def test_an_answer_that_ends_early_is_charged_for_what_was_computed(
+    tmp_path: Path, prompt: Any
+) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps({"keys": [{"name": "anna", "key": KEY, "tokens_per_minute": 5}]}))
     keys.chmod(0o600)
     async with proxied(1, api_keys_file=str(keys)) as proxy:
-        body, headers = {"prompt": "w1 w2 w3", "max_tokens": 9}, {"authorization": f"Bearer {KEY}"}
+        body, headers = {"prompt": prompt, "max_tokens": 9}, {"authorization": f"Bearer {KEY}"}
         unanswered = proxy.exchange()
         await unanswered.completed(body, headers=headers)
         await unanswered.end()

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from mooncake.gateway.engine_apis import (
     CHAT,
+    COMPLETIONS,
     MESSAGES,
     RESPONSES,
     EngineApi,
@@ -384,6 +385,29 @@ async def test_messages_take_the_key_as_anthropic_s_clients_send_it(guarded: Fro
     [engine] = guarded.decode
     [call], [headers] = engine.calls, engine.headers
     assert len(call["cache_salt"]) == 64 and KEY not in str(headers), "the tenant's salt, not the key"
+
+
+@pytest.mark.parametrize(
+    ("api", "request_", "num_answers"),
+    [
+        (COMPLETIONS, {"prompt": "one"}, 1),
+        (COMPLETIONS, {"prompt": ["one", "two"], "n": 3}, 6),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, 1),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, 2),
+        (COMPLETIONS, {"prompt": []}, 1),
+        (COMPLETIONS, {"messages": [], "prompt": ["one", "two"]}, 2),
+        (COMPLETIONS, {"prompt": "one", "prompt_embeds": ["a", "b"], "n": 2}, 6),
+        (COMPLETIONS, {"prompt": "one", "prompt_embeds": "a"}, 2),
+        (CHAT, {"messages": [], "prompt": []}, 1),
+        (CHAT, {"messages": [{}, {}], "prompt": ["one", "two"], "prompt_embeds": ["a"], "n": 2}, 2),
+        (MESSAGES, {"messages": [{}, {}], "prompt": ["one", "two"], "n": 2}, 1),
+        (RESPONSES, {"input": [{}, {}], "prompt": ["one", "two"], "n": 2}, 1),
+    ],
+)
+def test_answers_are_the_prompts_of_the_endpoint_times_n(
+    api: EngineApi, request_: dict[str, Any], num_answers: int
+) -> None:
+    assert api.num_answers(request_) == num_answers
 
 
 # --- calls without an answer

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from mooncake.conductor.messages import BlocksStored
+from mooncake.gateway.engine_apis import COMPLETIONS
+from mooncake.gateway.prompts import PromptKeys
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.prefix import block_hashes, root_hash, short_key
 from tests.gateway.engines import Front, fronting
@@ -72,3 +74,41 @@ async def test_policies_that_ignore_caches_query_no_engine() -> None:
     async with fronting(0, 2, scheduling="load") as front:
         await front.complete(SYSTEM)
         assert not any(one.num_tokenized for one in front.decode)
+
+
+@pytest.mark.parametrize("how", ["engine", "text", "model", "none"])
+async def test_a_completion_with_messages_is_no_chat(how: str, tokenizer: Tokenizer) -> None:
+    async with fronting(0, 1, tokenizer, tokenizing=how, scheduling="cache_aware") as front:
+
+        async def name(**fields: Any) -> PromptKeys:
+            request = {"prompt": SYSTEM, **fields}
+            return await front.gateway.prompts.name(COMPLETIONS, request, "", {}, front.gateway.scheduling)
+
+        expected = await name()
+        assert await name(messages=[]) == expected
+        assert await name(messages=[{"role": "user", "content": "w20"}]) == expected
+        assert expected.num_tokens in (len(IDS), len(SYSTEM) // 4)
+        assert bool(expected.keys) is (how != "none")
+
+
+LONG = "a " * 3000
+"""Longer than what is tokenized on the event loop, and half as many bytes a token as are guessed."""
+
+
+@pytest.mark.parametrize(
+    ("how", "stream", "num_long"),
+    [("model", True, 3000), ("auto", True, 3000), ("text", True, 1500), ("model", False, 1500)],
+)
+async def test_tokens_of_further_prompts_are_counted(
+    how: str, stream: bool, num_long: int, tokenizer: Tokenizer
+) -> None:
+    async with fronting(0, 1, tokenizer, tokenizing=how, scheduling="cache_aware") as front:
+
+        async def num_others(prompt: Any) -> int:
+            request = {"prompt": prompt, "stream": stream}
+            found = await front.gateway.prompts.name(COMPLETIONS, request, "", {}, front.gateway.scheduling)
+            return found.num_all_tokens - found.num_tokens
+
+        assert await num_others(SYSTEM) == await num_others([SYSTEM]) == await num_others(IDS) == 0
+        assert await num_others([IDS, IDS]) == len(IDS)
+        assert await num_others([SYSTEM, LONG, LONG]) == 2 * num_long
