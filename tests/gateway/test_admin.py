@@ -117,7 +117,7 @@ async def test_status_lists_the_instances(stack: Stack) -> None:
     assert status["conductors"] == []
 
 
-async def test_status_tells_instances_that_never_answered_from_others(stack: Stack) -> None:
+async def test_status_shows_which_instances_never_answered(stack: Stack) -> None:
     change = {"type": "decode", "instance": "127.0.0.1:9"}
     assert (await stack.post("/instances/add", change, KEY))[0] == 200
     _, status = await stack.get("/status")
