@@ -51,7 +51,7 @@ def host_towards(peer: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing: the kernel only picks a source address
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no host can have this name
         return reachable_host("::" if ":" in peer else "0.0.0.0")
 
 
@@ -70,7 +70,7 @@ def numeric_hosts(host: str, field: str) -> list[str]:
         raise InvalidArgument(field, host, "a host name or address")
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # as above
         raise InvalidArgument(field, host, f"a host name or address that resolves ({error})") from error
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mooncake.transfer.host import host_topology
+import pytest
+
+from mooncake.errors import InvalidArgument
+from mooncake.transfer.host import host_topology, host_towards, numeric_hosts, reachable_host
 from mooncake.transfer.topology import Device, Distance, Topology, distance
 from tests.transfer.recorded_host import build
 
@@ -45,3 +48,10 @@ def test_this_host() -> None:
     topology = host_topology()
     assert topology.nodes and all(isinstance(card, Device) for card in topology.devices)
     assert "cpu:0" in topology.matrix()
+
+
+@pytest.mark.parametrize("name", ["x" * 64, "a..b", ".a", "é" * 70, "a\0b", "\udc80"])
+def test_names_that_no_host_can_have(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="resolves"):
+        numeric_hosts(name, "host")
+    assert host_towards(name) == reachable_host("0.0.0.0")

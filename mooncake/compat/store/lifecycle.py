@@ -78,6 +78,9 @@ class StoreLifecycle:
             except MooncakeError as error:
                 log.error(f"setup: {error}")
                 return -1 if isinstance(error, Unavailable) else code_of_error(error)
+            except ValueError as error:  # no host can have this name, or no file
+                log.error(f"setup: {error}")
+                return int(StoreCode.INVALID_PARAMS)
             self._has_failed = False
             self._finalizer = weakref.finalize(self, _close_in_thread, session)
             self._finalizer.atexit = False  # exit_hooks.py closes the session at exit

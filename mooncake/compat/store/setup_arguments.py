@@ -160,6 +160,9 @@ class SetupArguments:
         for field in ("local_hostname", "metadata_server", "master_server_addr"):
             if not getattr(self, field).strip():
                 raise InvalidArgument(field, getattr(self, field), "not empty")
+        for field in ("ssd_offload_path", "root_fs_dir", "cluster_id"):
+            if not _is_file_name(getattr(self, field)):
+                raise InvalidArgument(field, getattr(self, field), "UTF-8 without NUL")
         size_bytes = self.global_segment_size
         if size_bytes and not MIN_SIZE_BYTES <= size_bytes < 1 << 62:
             raise InvalidArgument("global_segment_size", size_bytes, f"0, or {MIN_SIZE_BYTES} bytes and more")
@@ -224,6 +227,13 @@ def setup_arguments(config: Mapping[str, Any]) -> SetupArguments:
         elif key not in _IGNORED:
             values[key] = written
     return SetupArguments(**values)
+
+
+def _is_file_name(name: str) -> bool:
+    try:
+        return b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _boolean(key: str, written: str) -> bool:

@@ -55,7 +55,7 @@ class EngineLifecycle:
     # Start ------------------------------------------------------------------------------------------
 
     def initialize(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str = "", /
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str | None = "", /
     ) -> int:
         """Return 0, also when called again; -1 with a log line (-6: no such device, -101: no such host)."""
         return self._initialize(local_hostname, metadata_server, protocol, device_name, "")
@@ -65,16 +65,16 @@ class EngineLifecycle:
         local_hostname: str,
         metadata_server: str,
         protocol: str,
-        device_name: str,
+        device_name: str | None,
         metadata_type: str,
         /,
     ) -> int:
         """As ``initialize``; ``metadata_type`` (http, etcd, redis, p2p) for a server without a scheme."""
         return self._initialize(local_hostname, metadata_server, protocol, device_name, metadata_type)
 
-    def _initialize(self, *words: str | bytes) -> int:
+    def _initialize(self, *words: str | bytes | None) -> int:
         host, metadata, protocol, device, kind = (
-            word.decode("utf-8", "replace") if isinstance(word, bytes) else word for word in words
+            word.decode("utf-8", "replace") if isinstance(word, bytes) else word or "" for word in words
         )
         with self._lock:
             if self._engine is not None:
@@ -84,6 +84,9 @@ class EngineLifecycle:
             except MooncakeError as error:
                 log.error(f"initialize: {error}")
                 return int(code_of(error))
+            except ValueError as error:  # no host can have this name
+                log.error(f"initialize: {error}")
+                return int(EngineCode.INVALID_ARGUMENT)
             return 0
 
     def _start(self, host: str, metadata: str, protocol: str, device: str, kind: str) -> None:
@@ -237,4 +240,7 @@ class EngineLifecycle:
         except MooncakeError as error:
             log.error(f"{what}: {error}")
             return int(code_of(error))
+        except ValueError as error:  # no host can have this name; a UnicodeError, for instance, is one
+            log.error(f"{what}: {error}")
+            return int(EngineCode.INVALID_ARGUMENT)
         return 0

@@ -10,6 +10,7 @@ import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from mooncake.compat.transfer.environment import EngineSettings
 from mooncake.compat.transfer.error_codes import EngineCode, EngineCodeError
@@ -221,4 +222,8 @@ def metadata_url(server: str, kind: str, settings: EngineSettings) -> str:
         address, _, database = url.removeprefix("redis://").partition("/")
         password = f":{settings.redis_password}@" if settings.redis_password else ""
         url = f"redis://{password}{address}/{database or settings.redis_database}"
+    try:
+        urlsplit(url if "://" in url else f"//{url}")
+    except ValueError as error:
+        raise InvalidArgument("metadata_server", server, f"a URL ({error})") from error
     return url

@@ -79,6 +79,13 @@ def test_before_setup_and_after_close(master: RunningMaster, call: str) -> None:
     assert getattr(store, call)(*arguments) == result
 
 
+@pytest.mark.parametrize("name", ["x" * 64, "a..b:1", "a\0b:1"])
+def test_names_that_no_host_can_have(name: str) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", name) < 0
+    assert store.close() == 0 and store.setup_dummy(0, 0, name) < 0
+
+
 def test_the_signature_of_setup() -> None:
     parameters = inspect.signature(MooncakeDistributedStore().setup).parameters
     assert list(parameters)[:7] == [

@@ -86,3 +86,10 @@ def test_every_variable_is_documented() -> None:
         assert f"| `{variable}` | {reason} |" in DOCS
     for variable, reason in ALWAYS_SO.items():
         assert f"| `{variable}` | None: {reason}. |" in DOCS
+
+
+@pytest.mark.parametrize("name", ["/tmp/a\0b", "/tmp/\udc80"])
+@pytest.mark.parametrize("field", ["ssd_offload_path", "root_fs_dir", "cluster_id"])
+def test_names_that_no_file_can_have(field: str, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        setup_arguments({**LEAST, field: name}).checked()

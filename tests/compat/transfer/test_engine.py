@@ -21,7 +21,7 @@ import pytest
 
 from mooncake.compat.transfer import engine_module
 from mooncake.compat.transfer.host_probe import rdma_devices
-from mooncake.engine import Read, TransferEngine, TransferNotify, TransferOpcode, Write
+from mooncake.engine import Read, TransferEngine, TransferNotify, TransferOpcode, Write, create_rpc_client
 from mooncake.transfer import Op, TransferSettings
 from mooncake.transfer import TransferEngine as OwnEngine
 from mooncake.transfer.metadata import make_backend
@@ -152,6 +152,11 @@ def test_initialize_is_idempotent(near: Peer) -> None:
         (("127.0.0.1", "", "tcp", ""), -1, "metadata_server"),
         (("", P2P, "tcp", ""), -1, "local_hostname"),
         (("no-such-host.invalid", P2P, "tcp", ""), -101, "resolves"),
+        (("x" * 64, P2P, "tcp", ""), -101, "resolves"),
+        (("a..b", P2P, "tcp", ""), -101, "resolves"),
+        (("a\0b", P2P, "tcp", ""), -101, "resolves"),
+        (("127.0.0.1", "[::1", "tcp", ""), -1, "metadata_server"),
+        (("127.0.0.1", "x" * 64, "tcp", ""), -1, "initialize"),
     ],
 )
 def test_invalid_arguments_of_initialize(
@@ -364,6 +369,22 @@ def test_memory_that_only_the_peer_registered(near: Peer, far: Peer) -> None:
     assert (loose == far.memory[5000:10_000]).all()
     inner = near.engine.get_engine()
     assert inner is not None and len(inner.engine.regions.all()) == 1, "registered for the transfer only"
+
+
+@pytest.mark.parametrize("name", ["x" * 64, "a..b", ".a", "é" * 70, "a\0b", "\udc80x", "[::1", ""])
+def test_names_that_no_host_can_have(near: Peer, name: str) -> None:
+    engine, at = near.engine, near.at
+    for peer in (name, f"{name}:1"):
+        assert engine.transfer_sync_write(peer, at, at, 10) == -1
+        assert engine.batch_transfer_async_write(peer, [at], [at], [10]) == 0
+        assert engine.send_probe(peer) < 0
+        assert engine.get_first_buffer_address(peer) == 0
+        assert create_rpc_client().send_data(peer, b"x") == -1
+
+
+def test_no_device_is_as_good_as_an_empty_name() -> None:
+    assert TransferEngine().initialize("127.0.0.1", P2P, "rdma", None) == 0
+    assert TransferEngine().initialize_ext("127.0.0.1", P2P, "tcp", None, "p2p") == 0
 
 
 @pytest.mark.parametrize("is_registered", [False, True])
