@@ -177,6 +177,11 @@ class RemoteConductor:
         """Requests in flight that no conductor has placed, and that were reported to none."""
         self._late_ends: dict[str, Finished] = {}
         """Ends of requests for which the outbox has had no room, by request."""
+        self._asked: dict[str, None] = {}
+        """Requests that a conductor is asked to place now."""
+        self._ending: dict[str, None] = {}
+        """Requests whose ends wait to be sent."""
+        self._num_claims = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -214,6 +219,13 @@ class RemoteConductor:
             await link.client.close()
 
     async def place(self, request: Place) -> Decision | Refuse:
+        self._asked[request.request_id] = None
+        try:
+            return await self._place(request)
+        finally:
+            self._asked.pop(request.request_id, None)
+
+    async def _place(self, request: Place) -> Decision | Refuse:
         answer: Decision | Refuse | None = None
         for _ in range(2):
             if not await self._is_reachable():
@@ -230,7 +242,9 @@ class RemoteConductor:
         else:
             self._unheard.pop(request.request_id, None)
         if isinstance(answer, Decision):
-            self._late_ends.pop(request.request_id, None)  # of an earlier placement, which this one replaces
+            # Of an earlier placement, which this one replaces.
+            if self._late_ends.pop(request.request_id, None) is not None:
+                self._ending.pop(request.request_id, None)
             self._note_placed(request, answer)
         else:
             self._in_flight.pop(request.request_id, None)
@@ -262,6 +276,8 @@ class RemoteConductor:
         self._remember(event)
         try:
             self._outbox.put_nowait(event)
+            if isinstance(event, Finished):
+                self._ending[event.request_id] = None
         except asyncio.QueueFull:
             # A conductor that is back gets the requests in flight, and recovers other facts by probing. But
             # one that knows a request counts it as load until it expires: so its end is sent later. These are
@@ -270,6 +286,7 @@ class RemoteConductor:
                 self._report_late(event)
             elif isinstance(event, Finished):
                 self._late_ends[event.request_id] = event
+                self._ending[event.request_id] = None
 
     async def change(self, event: AddInstance | RemoveInstance | Drain) -> None:
         await self._call(event)
@@ -397,6 +414,8 @@ class RemoteConductor:
                     log.info("conductor_connected", peer=link.client.peer)
                     with contextlib.suppress(asyncio.QueueFull):
                         self._outbox.put_nowait(None)
+                    if link is not self._in_order()[0]:
+                        await self._disclaim(link)
                 answer = await link.client.call(GetStatus(), CALL_TIMEOUT_S)
                 assert isinstance(answer, Status)
                 link.standing = answer.standing or link.standing
@@ -485,6 +504,7 @@ class RemoteConductor:
         except MooncakeError as error:
             log.debug("conductor_event_not_delivered", fact=type(fact).__name__, reason=str(error))
         if isinstance(fact, Finished):
+            self._ending.pop(fact.request_id, None)
             self._report_late(fact)
 
     def _report_late(self, event: Finished) -> None:
@@ -509,17 +529,28 @@ class RemoteConductor:
         for request_id, (one, at) in list(self._in_flight.items()):
             if now - at > one.place.lifetime_s:
                 del self._in_flight[request_id]
-            else:
+            elif request_id not in self._asked:  # else it is placed anew
                 placed.append(msgspec.structs.replace(one, age_s=now - at))
         self._unheard.clear()
-        for first in range(0, len(placed), _CLAIMS_PER_CALL):
+        self._num_claims += 1
+        number, pending = self._num_claims, [*self._asked, *self._ending]
+        for first in range(0, max(len(placed), 1), _CLAIMS_PER_CALL):
+            part = placed[first : first + _CLAIMS_PER_CALL]
+            is_last = first + len(part) == len(placed)
+            claim = ClaimRequests(part, number, first == 0, is_last, pending if is_last else [])
             try:
-                await link.client.call(
-                    ClaimRequests(placed[first : first + _CLAIMS_PER_CALL]), CALL_TIMEOUT_S
-                )
+                await link.client.call(claim, CALL_TIMEOUT_S)
             except MooncakeError:
                 link.has_claims = False
                 raise
+
+    async def _disclaim(self, link: _ConductorLink) -> None:
+        """Report to a conductor that is back while another one is used which requests have not ended: it may
+        hold others, whose ends it missed. Raises MooncakeError."""
+        self._num_claims += 1
+        pending = [*self._in_flight, *self._asked, *self._ending]
+        claim = ClaimRequests([], self._num_claims, is_first=True, is_last=True, pending=pending)
+        await link.client.call(claim, CALL_TIMEOUT_S)
 
     # --- without a conductor
 

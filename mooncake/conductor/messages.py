@@ -214,6 +214,8 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Seconds since it was placed."
     is_prefilled: bool = False
     "Its prompt is computed."
+    claim: int = 0
+    "Number of the latest claim of its gateway that named it; 0: none has."
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -413,9 +415,20 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ClaimRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Requests that a gateway has in flight; it will report their ends to the conductor that gets this."""
+    """Requests that a gateway has in flight; it will report their ends to the conductor that gets this.
+
+    A claim may have several parts. What came by the same connection before the first one, and what none of
+    them names, has ended; without its first or its last part a claim ends nothing.
+    """
 
     placed: list[Placed]
+    number: int = 0
+    "Of this gateway's claims, a later one has a higher number."
+    is_first: bool = False
+    is_last: bool = False
+    pending: list[str] = []
+    """In the last part: further requests that have not ended, or whose ends are reported later. This claim
+    does not say where they are placed."""
 
 
 class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -456,6 +469,9 @@ class Replicate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     facts: list[SharedFact]
     is_snapshot: bool = False
     "The facts are the instances and all requests of the sender's clients: what it reported before is over."
+    ended: list[tuple[str, float]] = []
+    """In a snapshot: requests that ended lately, each with the seconds since then. The receiver may have
+    missed their ends."""
 
 
 class Replicated(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -13,6 +13,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+import msgspec
 from prometheus_client import Counter, Gauge
 
 from mooncake import clock, metrics
@@ -21,6 +22,7 @@ from mooncake.conductor.leadership import ConductorLeaderChanged, ConductorLeade
 from mooncake.conductor.messages import (
     PEER_REPLIES,
     Abandoned,
+    ClaimRequests,
     Event,
     Finished,
     Placed,
@@ -116,6 +118,8 @@ class Peers:
             self.leadership, self._leader_changed
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._unclaimed: dict[Hashable, dict[str, None]] = {}
+        """By connection with a claim under way: what it owned before, and has not named since."""
         _is_leader.set(self.leadership.standing.is_leader)
 
     @property
@@ -152,23 +156,42 @@ class Peers:
 
     def placed(self, placed: Placed, owner: Hashable) -> None:
         """A request of ``owner``, a connection, was placed here."""
-        self.replicas.owners.put(placed.place.request_id, owner)
-        self.share(placed)
+        owners, request_id = self.replicas.owners, placed.place.request_id
+        owners.put(request_id, owner, placed.claim)
+        if owner in self._unclaimed:
+            self._unclaimed[owner].pop(request_id, None)
+        self.share(msgspec.structs.replace(placed, claim=owners.claim(request_id)))
 
-    def claim(self, placed: Iterable[Placed], owner: Hashable) -> None:
-        """Requests in flight that ``owner``, a connection, reports from now on."""
-        for one in placed:
+    def claim(self, message: ClaimRequests, owner: Hashable) -> None:
+        """Requests in flight that ``owner``, a connection, reports from now on. Others of it have ended:
+        their ends were reported elsewhere while this conductor did not answer."""
+        owners = self.replicas.owners
+        if message.is_first:
+            self._unclaimed[owner] = dict.fromkeys(owners.requests(owner))
+        for one in message.placed:
+            if message.number < owners.claim(one.place.request_id):
+                continue  # read late: its gateway has claimed it at another conductor since
             _placed_elsewhere.labels("gateway").inc()
             self._post(one)
-            self.placed(one, owner)
+            self.placed(msgspec.structs.replace(one, claim=message.number), owner)
+        if message.is_last:
+            unclaimed = self._unclaimed.pop(owner, {})
+            for request_id in message.pending:
+                unclaimed.pop(request_id, None)
+            for request_id in unclaimed:
+                if owners.owner(request_id) == owner:
+                    self._post(Finished(request_id))
+                    self.ended(Finished(request_id))
 
     def ended(self, event: Finished) -> None:
         """A client reported the end of a request."""
         self.replicas.owners.remove(event.request_id)
+        self.replicas.note_ended(event.request_id, clock.monotonic())
         self.share(event)
 
     def lost(self, owner: Hashable) -> None:
         """A connection is lost: its requests count as finished."""
+        self._unclaimed.pop(owner, None)
         for request_id in self.replicas.owners.drop(owner):
             self._post(Finished(request_id))
             self.share(Abandoned(request_id))
@@ -184,6 +207,8 @@ class Peers:
         members = list(self._core.instances)
         facts, wanted = self.replicas.receive(message, now)
         is_leader = self.standing.is_leader  # and if so, the sender does not, whatever it has stated
+        if wanted >= 0:
+            self._end_missed(message, now)
         if wanted >= 0 and not is_leader:
             for instance in self.replicas.removed_members(message, members):
                 self._post(RemoveInstance(instance))
@@ -192,6 +217,19 @@ class Peers:
                 _placed_elsewhere.labels("peer").inc()
             self._post(fact)
         return Replicated(self.standing, wanted)
+
+    def _end_missed(self, message: Replicate, now: float) -> None:
+        """End requests that a peer knows to have ended while this conductor received nothing."""
+        owners = self.replicas.owners
+        for request_id, age_s in message.ended:
+            placement = self._core.placements.get(request_id)
+            if placement is None or placement.placed_at > now - age_s:
+                continue
+            is_of_client = not isinstance(owners.owner(request_id), int)
+            owners.remove(request_id)
+            self._post(Finished(request_id))
+            if is_of_client:  # all peers have it from here
+                self.share(Finished(request_id))
 
     # --- what is sent to peers
 
@@ -225,6 +263,7 @@ class Peers:
         now = clock.monotonic()
         message = link.stream.message(self.standing, self._snapshot, now)
         if message.is_snapshot:
+            message = msgspec.structs.replace(message, ended=self.replicas.recent_ends(now))
             _snapshots.labels(link.address).inc()
         _peer_lag.labels(link.address).set(link.stream.lag_s(now))
         answer = await link.client.call(message, self._lease_s)
@@ -244,7 +283,12 @@ class Peers:
         for request_id in self._core.placements:
             if not isinstance(owners.owner(request_id), int):
                 own.append(request_id)
-        state = self._core.shared_state(own, clock.monotonic())
+        state = [
+            msgspec.structs.replace(fact, claim=owners.claim(fact.place.request_id))
+            if isinstance(fact, Placed)
+            else fact
+            for fact in self._core.shared_state(own, clock.monotonic())
+        ]
         return state, self._core.assumptions(KEYS_PER_FACT)
 
     async def _release(self) -> None:

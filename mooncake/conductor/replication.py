@@ -10,6 +10,7 @@ that this gateway uses. ``Replicas`` is the receiver's side of all connections. 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -38,30 +39,41 @@ _MAX_KEYS = 1 << 20
 """Keys of blocks in one message, about 9 MB."""
 
 _MAX_SENDERS = 64
+_MAX_ENDED = 1 << 14
+"""Ends that are remembered, the latest ones: those of a minute or more in most clusters."""
 
 
 class RequestOwners:
-    """Which requests in flight belong to whom."""
+    """Which requests in flight belong to whom, and by which of their gateways' claims."""
 
     def __init__(self) -> None:
         self._owners: dict[str, Hashable] = {}
+        self._claims: dict[str, int] = {}
         self._requests: dict[Hashable, dict[str, None]] = {}
 
     def owner(self, request_id: str) -> Hashable | None:
         return self._owners.get(request_id)
 
+    def claim(self, request_id: str) -> int:
+        """Number of the latest claim that named the request; 0: none has."""
+        return self._claims.get(request_id, 0)
+
     def requests(self, owner: Hashable) -> list[str]:
         """The owner's requests, in the order in which they became its own."""
         return list(self._requests.get(owner, ()))
 
-    def put(self, request_id: str, owner: Hashable) -> None:
-        """Make ``owner`` the one whose reports about this request count."""
+    def put(self, request_id: str, owner: Hashable, claim: int = 0) -> None:
+        """Make ``owner`` the one whose reports about this request count, by the claim with this number."""
+        claim = max(claim, self.claim(request_id))
         self.remove(request_id)
+        if claim:
+            self._claims[request_id] = claim
         self._owners[request_id] = owner
         self._requests.setdefault(owner, {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
         owner = self._owners.pop(request_id, None)
+        self._claims.pop(request_id, None)
         if owner is not None:
             requests = self._requests[owner]
             del requests[request_id]
@@ -77,6 +89,7 @@ class RequestOwners:
 
     def check(self) -> None:
         assert sum(map(len, self._requests.values())) == len(self._owners)
+        assert all(one in self._owners for one in self._claims)
         for owner, requests in self._requests.items():
             assert requests and all(self._owners[one] == owner for one in requests)
 
@@ -155,7 +168,12 @@ class Replicas:
 
     Owners are connections of gateways, or other conductors by their ids. A gateway's report counts by
     whichever way it comes. That a gateway is lost counts only from the conductor that owns its requests:
-    after a gateway has changed over, its connection to the conductor that it left may end at any time.
+    after a gateway has changed over, its connection to the conductor that it left may end at any time. What a
+    conductor says late, because it stood still, must not undo that: a gateway's claims are numbered, and only
+    a later one takes a request from a connection here.
+
+    Ends are remembered with their instants. A conductor that stood still has missed them, and its snapshot
+    names the requests once more.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -164,6 +182,19 @@ class Replicas:
         self._grace_s = grace_s
         self._next: dict[int, int] = {}
         self._received_at: dict[int, float] = {}
+        self._ended: dict[str, float] = {}
+        """By request: when it ended, the latest last."""
+
+    def note_ended(self, request_id: str, ended_at: float) -> None:
+        """Remember an end: a placement from before it is none any more."""
+        ended_at = max(ended_at, self._ended.pop(request_id, ended_at))
+        self._ended[request_id] = ended_at
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def recent_ends(self, now: float) -> list[tuple[str, float]]:
+        """The ends that are remembered, each with the seconds since then."""
+        return [(request_id, max(0.0, now - ended_at)) for request_id, ended_at in self._ended.items()]
 
     def receive(self, message: Replicate, now: float) -> tuple[list[ReportedFact], int]:
         """The facts that count, in order, and the number of the fact that is expected next."""
@@ -179,24 +210,38 @@ class Replicas:
         ended: dict[str, None] = {}
         if message.is_snapshot:
             ended = dict.fromkeys(self.owners.requests(sender))
+            for request_id, age_s in message.ended:
+                self.note_ended(request_id, now - max(0.0, age_s))
         for fact in message.facts:
             if isinstance(fact, Placed):
                 request_id = fact.place.request_id
+                if message.is_snapshot and now - fact.age_s <= self._ended.get(request_id, -math.inf):
+                    continue  # the sender has missed its end
+                if not self._is_taken_from_owner(fact, sender):
+                    continue
                 ended.pop(request_id, None)
-                owner = self.owners.owner(request_id)
-                if message.is_snapshot and owner is not None and not isinstance(owner, int):
-                    continue  # its gateway has changed over to this conductor
-                self.owners.put(request_id, sender)
+                self.owners.put(request_id, sender, fact.claim)
             elif isinstance(fact, Abandoned):
                 if self.owners.owner(fact.request_id) != sender:
                     continue
                 fact = Finished(fact.request_id)
+            elif isinstance(fact, Finished):
+                self.note_ended(fact.request_id, now)
             if isinstance(fact, Finished):
                 self.owners.remove(fact.request_id)
             facts.append(fact)
         for request_id in ended:
             self.owners.remove(request_id)
         return [*(Finished(request_id) for request_id in ended), *facts], self._next[sender]
+
+    def _is_taken_from_owner(self, placed: Placed, sender: int) -> bool:
+        """Whether another conductor's placement counts although the request may have an owner already."""
+        owner, claim = self.owners.owner(placed.place.request_id), self.owners.claim(placed.place.request_id)
+        if owner is None or owner == sender:
+            return True
+        if isinstance(owner, int):
+            return placed.claim >= claim
+        return placed.claim > claim  # else its gateway has changed over to this conductor
 
     def removed_members(self, message: Replicate, members: Iterable[InstanceId]) -> list[InstanceId]:
         """Members here that are none in the leader's snapshot.
@@ -222,6 +267,7 @@ class Replicas:
     def check(self) -> None:
         self.owners.check()
         assert len(self._next) <= _MAX_SENDERS
+        assert len(self._ended) <= _MAX_ENDED
 
 
 def settled_members(

@@ -620,7 +620,7 @@ class ConductorServer:
         return self._service.prefilled_now(event) or Noted()
 
     def _claim(self, message: ClaimRequests, call: Call) -> Noted:
-        self.peers.claim(message.placed, call.connection)
+        self.peers.claim(message, call.connection)
         return Noted()
 
     def _replicate(self, message: Replicate, call: Call) -> Replicated:

@@ -12,9 +12,22 @@ from typing import Any
 
 import pytest
 
+from mooncake import clock
 from mooncake.conductor import client
 from mooncake.conductor.client import ConductorReach, RemoteConductor
-from mooncake.conductor.messages import AddInstance, Failed, Finished, Place, ReportedFact
+from mooncake.conductor.messages import (
+    AddInstance,
+    ClaimRequests,
+    Decision,
+    Failed,
+    Finished,
+    GetStatus,
+    Noted,
+    Place,
+    Placed,
+    ReportedFact,
+    Status,
+)
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.types import WorkerRole
 from tests.conductor.test_server import SETTINGS
@@ -51,7 +64,7 @@ async def test_each_conductor_s_connection_is_shown(server: ConductorServer) -> 
     assert [one.is_connected for one in remote.conductors] == [False, False]
     await remote.start()
     try:
-        await until(lambda: remote.is_connected)
+        await until(lambda: remote.is_connected and remote._outbox.empty())  # its claim is answered
         assert remote.conductors == [ConductorReach(reached, True), ConductorReach(lost, False)]
     finally:
         await remote.close()
@@ -74,7 +87,7 @@ async def test_facts_arrive_in_order(
 async def test_many_facts_are_sent_before_the_first_one_s_answer(
     remote: RemoteConductor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await until(lambda: remote.is_connected)
+    await until(lambda: remote.is_connected and remote._outbox.empty())  # its claim is answered
     num_open = most_open = 0
     answer = asyncio.Event()
 
@@ -97,7 +110,7 @@ async def test_many_facts_are_sent_before_the_first_one_s_answer(
 async def test_no_end_is_dropped_when_more_facts_wait_than_there_is_room_for(
     remote: RemoteConductor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await until(lambda: remote.is_connected)
+    await until(lambda: remote.is_connected and remote._outbox.empty())  # its claim is answered
     received: list[str] = []
     answer = asyncio.Event()
 
@@ -114,6 +127,75 @@ async def test_no_end_is_dropped_when_more_facts_wait_than_there_is_room_for(
     assert received == names and not remote._late_ends
 
 
+async def test_a_claim_names_all_that_has_not_ended_or_ends_later(
+    remote: RemoteConductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: remote.is_connected and remote._outbox.empty())  # its claim is answered
+    [link] = remote._links
+    claims: list[ClaimRequests] = []
+    answer = asyncio.Event()
+
+    async def call(message: Any, timeout_s: float) -> Any:
+        match message:
+            case ClaimRequests():
+                claims.append(message)
+            case GetStatus():
+                return Status([])
+            case Place(request_id=name):
+                if name != "in flight":
+                    await answer.wait()
+                return Decision(name, None, "w:1", "")
+            case _:
+                await answer.wait()
+        return Noted()
+
+    monkeypatch.setattr(link.client, "call", call)
+    await remote.place(Place("in flight", 10))
+    asked = [asyncio.create_task(remote.place(Place(name, 10))) for name in ("asked", "next")]
+    remote.post(Finished("ends later"))
+    await until(lambda: remote._outbox.empty())  # it was sent, and is not answered
+    claims.clear()
+    link.has_claims = False
+    await remote._claim(link)
+    [claim] = claims
+    assert (
+        claim.is_first and claim.is_last and [one.place.request_id for one in claim.placed] == ["in flight"]
+    )
+    assert claim.pending == ["asked", "next", "ends later"]
+
+    answer.set()
+    await asyncio.gather(*asked)
+    await until(lambda: not remote._ending)
+    monkeypatch.setattr(client, "_CLAIMS_PER_CALL", 2)
+    link.has_claims = False
+    claims.clear()
+    await remote._claim(link)
+    assert [(len(one.placed), one.is_first, one.is_last) for one in claims] == [
+        (2, True, False),
+        (1, False, True),
+    ]
+    assert {one.number for one in claims} == {claim.number + 1} and not any(one.pending for one in claims)
+
+
+async def test_a_claim_leaves_out_what_is_placed_anew(
+    remote: RemoteConductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote._in_flight["a"] = Placed(Place("a", 10), Decision("a", None, "w:1", "")), clock.monotonic()
+    remote._asked["a"] = None
+    claims: list[ClaimRequests] = []
+
+    async def call(message: Any, timeout_s: float) -> Noted:
+        claims.append(message)
+        return Noted()
+
+    [link] = remote._links
+    await until(lambda: link.is_connected and link.has_claims)
+    monkeypatch.setattr(link.client, "call", call)
+    link.has_claims = False
+    await remote._claim(link)
+    assert claims[0].placed == [] and claims[0].pending == ["a"] and claims[0].is_last
+
+
 async def test_ends_of_requests_that_no_conductor_knows_are_not_kept() -> None:
     remote = RemoteConductor("127.0.0.1:9")  # not started: no conductor
     remote.post(AddInstance("w:1", WorkerRole.DECODE))
@@ -123,3 +205,4 @@ async def test_ends_of_requests_that_no_conductor_knows_are_not_kept() -> None:
     for name in names:
         remote.post(Finished(name))
     assert not remote._late_ends and not remote._unheard and not remote._in_flight
+    assert len(remote._ending) == remote._outbox.qsize() - 1, "those that are to be sent"

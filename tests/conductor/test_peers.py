@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from mooncake import metrics
 from mooncake.cli.ports import free_ports
 from mooncake.conductor import client
 from mooncake.conductor.client import RemoteConductor
 from mooncake.conductor.messages import (
+    REPLIES,
     AddInstance,
+    ClaimRequests,
     Decision,
     Finished,
     Place,
+    Placed,
     Prefilled,
     RemoveInstance,
     Replicate,
@@ -411,6 +415,143 @@ class Wire:
                 target.write(data)
         finally:
             target.close()
+
+
+@contextlib.asynccontextmanager
+async def with_wires(
+    workers: list[Worker],
+) -> AsyncIterator[tuple[dict[int, One], list[Wire], dict[int, Proxy], RemoteConductor]]:
+    """Two conductors that reach each other by wires, and a gateway that reaches them through proxies."""
+    ports = free_ports("127.0.0.1", 2, Random())
+    wires = [Wire(port) for port in ports]
+    ways = [await wire.open() for wire in wires]
+    running = {ports[0]: await begin(ports[0], ways[1]), ports[1]: await begin(ports[1], ways[0])}
+    try:
+        async with behind_proxies(running) as proxies:
+            by_proxy = {proxies[port].port: one for port, one in running.items()}
+            async with gateway(by_proxy, workers) as remote:
+                await until(lambda: is_ready(remote, running, proxies))
+                yield running, wires, proxies, remote
+    finally:
+        for one in running.values():
+            await one.stop()
+        for wire in wires:
+            await wire.close()
+
+
+def in_flight(one: One) -> list[str]:
+    return sorted(one.service.core.placements)
+
+
+async def leave_standing(
+    running: dict[int, One], wires: list[Wire], proxies: dict[int, Proxy], remote: RemoteConductor
+) -> tuple[int, One, One]:
+    """The leader is cut off with "a", "b" and "c" in flight; its gateway goes to the other one, where "a" and
+    "b" end and "d" is placed. Returns the port of the old leader, and both conductors."""
+    port, slow = of_role(running, True)
+    _, other = of_role(running, False)
+    for name in "abc":
+        await place(remote, name)
+    await until(lambda: in_flight(other) == ["a", "b", "c"])
+    for wire in wires:
+        wire.cut()
+    proxies[port].silence(True)
+    await place(remote, "d")
+    for name in "ab":
+        remote.post(Finished(name))
+    await until(lambda: in_flight(other) == ["c", "d"] and other.is_leader)
+    assert in_flight(slow) == ["a", "b", "c"]
+    return port, slow, other
+
+
+async def test_conductors_that_meet_again_tell_each_other_what_has_ended(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway does not reach the old leader, which has its requests from before."""
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
+    async with with_wires(workers) as (running, wires, proxies, remote):
+        _, slow, other = await leave_standing(running, wires, proxies, remote)
+        for wire in wires:
+            wire.is_cut = False
+        await until(lambda: in_flight(slow) == in_flight(other) == ["c", "d"])
+
+
+async def test_a_conductor_that_is_back_is_told_by_the_gateway_what_has_ended(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway uses the other one, and both conductors do not reach each other."""
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client, "_REFRESH_S", 0.05)
+    async with with_wires(workers) as (running, wires, proxies, remote):
+        port, slow, other = await leave_standing(running, wires, proxies, remote)
+        used = f"127.0.0.1:{next(proxies[one].port for one in running if one != port)}"
+        await until(lambda: max(remote._links, key=lambda link: link.standing.rank).address == used)
+        proxies[port].heal()
+        await until(lambda: "a" not in in_flight(slow) and "b" not in in_flight(slow))
+        assert "c" in in_flight(slow) and in_flight(other) == ["c", "d"]
+
+
+def claim_of(*names: str) -> list[Placed]:
+    return [Placed(Place(name, 64), Decision(name, None, "127.0.0.1:1", "")) for name in names]
+
+
+async def test_a_claim_in_parts_ends_what_none_of_them_names(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, closed = free_ports("127.0.0.1", 2, Random())
+    one = await begin(first, closed)
+    gateway = AsyncClient(one.address, REPLIES)
+    shared: list[SharedFact] = []
+    monkeypatch.setattr(one.server.peers, "share", shared.append)
+    try:
+        one.service.post(AddInstance(workers[0].address, WorkerRole.DECODE))
+        await until(lambda: one.service.core.status()[0].health == "ready")
+        for name in ("ended", "first", "last", "pending", "anew"):
+            await gateway.call(Place(name, 64), 5.0)
+        await gateway.call(ClaimRequests(claim_of("first"), 1, is_first=True), 5.0)
+        for name in ("anew", "new"):
+            await gateway.call(Place(name, 64), 5.0)
+        shared.clear()
+        assert len(in_flight(one)) == 6, "further parts may name the others"
+        await gateway.call(ClaimRequests(claim_of("last"), 1, False, True, ["pending"]), 5.0)
+        assert in_flight(one) == ["anew", "first", "last", "new", "pending"]
+        assert shared[-1] == Finished("ended"), "and the other conductors are told"
+    finally:
+        await gateway.close()
+        await one.stop()
+
+
+async def test_a_claim_that_lacks_its_beginning_ends_nothing(workers: list[Worker]) -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    one = await begin(port)
+    gateway = AsyncClient(one.address, REPLIES)
+    try:
+        one.service.post(AddInstance(workers[0].address, WorkerRole.DECODE))
+        await until(lambda: one.service.core.status()[0].health == "ready")
+        await gateway.call(Place("a", 64), 5.0)
+        await gateway.call(ClaimRequests(claim_of("b"), 1, is_last=True), 5.0)
+        await gateway.call(ClaimRequests(claim_of("c")), 5.0)
+        assert in_flight(one) == ["a", "b", "c"]
+    finally:
+        await gateway.close()
+        await one.stop()
+
+
+async def test_a_claim_that_is_read_late_takes_no_request_back() -> None:
+    [port] = free_ports("127.0.0.1", 1, Random())
+    one = await begin(port)
+    peers = one.server.peers
+    try:
+        elsewhere: list[SharedFact] = [replace(claim_of("a")[0], claim=2)]
+        peers.receive(Replicate(Standing(7), 0, elsewhere, is_snapshot=True))
+        peers.claim(ClaimRequests(claim_of("a"), 1, True, True), "gateway")
+        assert peers.replicas.owners.owner("a") == 7
+        peers.claim(ClaimRequests(claim_of("a"), 3, True, True), "gateway")
+        assert peers.replicas.owners.owner("a") == "gateway"
+        [snapshot] = [fact for fact in peers._snapshot()[0] if isinstance(fact, Placed)]
+        assert snapshot.claim == 3
+    finally:
+        await one.stop()
 
 
 async def test_two_that_are_cut_off_both_lead_until_they_meet_again(workers: list[Worker]) -> None:

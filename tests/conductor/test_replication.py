@@ -42,8 +42,8 @@ SENDER = Standing(7, 1, True)
 GRACE_S = 5.0
 
 
-def placed(request_id: str) -> Placed:
-    return Placed(Place(request_id, 64), Decision(request_id, None, "d", ""))
+def placed(request_id: str, age_s: float = 0.0, claim: int = 0) -> Placed:
+    return Placed(Place(request_id, 64), Decision(request_id, None, "d", ""), age_s, claim=claim)
 
 
 def no_state() -> tuple[Sequence[SharedFact], Sequence[SharedFact]]:
@@ -163,9 +163,55 @@ def test_a_lost_gateway_counts_only_from_the_conductor_that_it_used() -> None:
     assert replicas.owners.owner("a") == "the gateway"
     facts, _ = replicas.receive(snapshot(placed("a"), first=4), 2.0)
     assert facts == [], "nor does an earlier placement in a snapshot"
-    facts, _ = replicas.receive(Replicate(SENDER, 5, [placed("a")]), 3.0)
-    assert facts == [placed("a")], "unless the gateway has moved there"
-    assert replicas.owners.owner("a") == SENDER.id
+    facts, _ = replicas.receive(Replicate(SENDER, 4, [placed("a")]), 3.0)
+    assert facts == [], "nor one that the other conductor reports late"
+    facts, _ = replicas.receive(Replicate(SENDER, 5, [Abandoned("a")]), 4.0)
+    assert facts == [] and replicas.owners.owner("a") == "the gateway"
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+def test_of_two_claims_of_a_gateway_the_later_one_counts(is_snapshot: bool) -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.owners.put("a", "the gateway", 2)
+
+    def says(sender: int, claim: int) -> list[ReportedFact]:
+        replicas.receive(snapshot(sender=Standing(sender)), 0.0)
+        message = Replicate(Standing(sender), 0, [placed("a", claim=claim)], is_snapshot)
+        return replicas.receive(message, 1.0)[0]
+
+    assert says(7, 1) == says(7, 2) == []
+    assert says(7, 3) == [placed("a", claim=3)] and replicas.owners.owner("a") == 7
+    assert says(8, 2) == [] and replicas.owners.owner("a") == 7
+    assert says(8, 4) == [placed("a", claim=4)] and replicas.owners.owner("a") == 8
+    replicas.check()
+
+
+def test_a_snapshot_brings_no_request_back_that_has_ended() -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.receive(snapshot(), 0.0)
+    replicas.receive(Replicate(SENDER, 0, [Finished("a")]), 10.0)
+    late = snapshot(placed("a", age_s=3.0), placed("b", age_s=3.0), sender=Standing(8))
+    assert replicas.receive(late, 12.0)[0] == [placed("b", age_s=3.0)]
+    anew = snapshot(placed("a", age_s=1.0), placed("b", age_s=3.0), sender=Standing(8))
+    facts, _ = replicas.receive(anew, 12.0)
+    assert facts == [placed("a", age_s=1.0), placed("b", age_s=3.0)], "it was placed again since its end"
+
+
+def test_what_a_snapshot_says_to_have_ended_is_remembered() -> None:
+    replicas = Replicas(GRACE_S)
+    replicas.receive(Replicate(SENDER, 0, [], True, [("a", 2.0), ("b", 1.0)]), 12.0)
+    assert replicas.recent_ends(13.0) == [("a", 3.0), ("b", 2.0)]
+    late = snapshot(placed("a", age_s=4.0), placed("b", age_s=1.0), sender=Standing(8))
+    assert replicas.receive(late, 13.0)[0] == [placed("b", age_s=1.0)]
+
+
+def test_the_ends_that_are_remembered_are_bounded() -> None:
+    replicas = Replicas(GRACE_S)
+    for number in range(20_000):
+        replicas.note_ended(str(number), float(number))
+    replicas.check()
+    ends = replicas.recent_ends(20_000.0)
+    assert 10_000 < len(ends) < 20_000 and ends[-1] == ("19999", 1.0)
 
 
 def test_a_gateway_s_own_report_counts_from_any_conductor() -> None:
