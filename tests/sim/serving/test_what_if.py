@@ -247,11 +247,11 @@ def test_rejected_requests_are_left_out_of_both_simulations() -> None:
 
 def test_no_more_good_requests_are_expected_than_come() -> None:
     """The simulated cluster misses more objectives than the measured one, so the effect on them is larger."""
-    lucky = [msgspec.structs.replace(row, tbt_ms=min(row.tbt_ms, 40.0)) for row in RECORDED]
-    found = ask(Change(decode=3), lucky, slo_tbt_s=0.05)
+    lucky = [msgspec.structs.replace(row, tbt_ms=min(row.tbt_ms, 24.0)) for row in RECORDED]
+    found = ask(Change(decode=3), lucky, slo_tbt_s=0.03)
     measured, effect = found.measured.goodput_per_s, found.effect["goodput_per_s"].value
     rate = len(ROWS) / (ROWS[-1].timestamp_s - ROWS[0].timestamp_s)
-    assert measured * (1 + effect) > rate
+    assert measured * (1 + effect) > 1.2 * rate
     assert found.expected["goodput_per_s"] == pytest.approx(rate)
 
 
