@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import operator
 import os
 import platform
 import threading
@@ -31,9 +32,15 @@ class MooncakeHostMemAllocator:
     """Allocator of shared memory, which outlives this object: until it is freed or the process ends."""
 
     def alloc(self, size: int, /) -> int:
-        """Allocate ``size`` zero bytes; their address, or 0 on failure."""
-        if size <= 0:
-            return 0
+        """Allocate ``size`` zero bytes; their address.
+
+        Raises:
+            TypeError: not a size of 64 bits.
+            RuntimeError: there is no such memory. Callers use the address without a look at it.
+        """
+        size = operator.index(size)
+        if not 0 <= size < 1 << 64:
+            raise TypeError(f"alloc(): size must be a size of 64 bits, not {size}")
         try:
             memory = os.memfd_create("mooncake-host", os.MFD_CLOEXEC)
             try:
@@ -42,8 +49,7 @@ class MooncakeHostMemAllocator:
             finally:
                 os.close(memory)
         except (OSError, OverflowError, ValueError) as error:
-            log.error(f"alloc: {size} bytes: {error}")
-            return 0
+            raise RuntimeError(f"alloc: {size} bytes of shared memory: {error}") from error
         address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
         with _lock:
             _maps[address] = mapped
@@ -51,8 +57,9 @@ class MooncakeHostMemAllocator:
 
     def free(self, ptr: int, /) -> int:
         """Free memory: 0; -1 when ``alloc`` did not return it, or it is already free."""
+        address = operator.index(ptr)
         with _lock:
-            mapped = _maps.pop(ptr, None)
+            mapped = _maps.pop(address, None)
         if mapped is None:
             return -1
         mapped.close()

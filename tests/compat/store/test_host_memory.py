@@ -6,6 +6,9 @@ from __future__ import annotations
 import ctypes
 import os
 
+import numpy as np
+import pytest
+
 from mooncake.compat.store.host_memory import (
     MooncakeHostMemAllocator,
     bind_to_numa_node,
@@ -21,7 +24,22 @@ def test_memory_is_usable_until_freed() -> None:
     assert ctypes.string_at(address, 3) == b"\x07" * 3
     assert MooncakeHostMemAllocator().free(address) == 0
     assert allocator.free(address) == -1
-    assert allocator.alloc(0) == allocator.alloc(-1) == allocator.alloc(1 << 62) == 0
+
+
+@pytest.mark.parametrize("size", [0, 1 << 62, (1 << 64) - 1])
+def test_memory_that_cannot_be_had(size: int) -> None:
+    """An address of 0 would be written to: programs do not check it."""
+    with pytest.raises(RuntimeError, match="alloc"):
+        MooncakeHostMemAllocator().alloc(size)
+
+
+def test_sizes_are_whole_numbers() -> None:
+    allocator = MooncakeHostMemAllocator()
+    for size in (-1, 1 << 64, 4096.0, "4096"):
+        with pytest.raises(TypeError):
+            allocator.alloc(size)  # type: ignore[arg-type]
+    address = allocator.alloc(np.int32(4096))  # type: ignore[arg-type]
+    assert allocator.free(np.uint64(address)) == 0  # type: ignore[arg-type]
 
 
 def test_functions_can_be_called_by_address() -> None:
