@@ -301,7 +301,7 @@ def store_parts(
 def _replace(
     session: StoreSession, keys: list[str], spans: list[list[Span]], options: PutOptions
 ) -> list[int]:
-    """Replace objects; groups are inherited, and so are pins unless ``options`` change them."""
+    """Replace objects; groups and hard pins are inherited, and soft pins unless ``options`` change them."""
     found = session.store.inspect(keys)
     stays = [there is None or options.keeps_group(at, there) for at, there in enumerate(found)]
     if not all(stays):

@@ -19,7 +19,7 @@ MAX_SOFT_PIN_MS = 86_400_000
 
 @dataclass(frozen=True)
 class PutOptions:
-    """Policy and names of groups of a put; ``keeps_pin``: a replaced object's pin is inherited."""
+    """Policy and names of groups of a put; ``keeps_pin``: a replaced object's soft pin is inherited."""
 
     policy: PutPolicy
     groups: tuple[str, ...]
@@ -36,7 +36,7 @@ class PutOptions:
     def inheriting(self, there: ObjectStatus) -> PutOptions:
         """Options for one key whose object is replaced; those that are not given are inherited from it."""
         policy = self.policy
-        is_hard = policy.is_hard_pinned or (self.keeps_pin and there.pinned_s is None)
+        is_hard = policy.is_hard_pinned or there.pinned_s is None  # the action is one for soft pins
         soft_s = policy.soft_pin_ttl_s
         if self.keeps_pin and there.pinned_s:
             soft_s = there.pinned_s

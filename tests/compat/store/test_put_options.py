@@ -98,6 +98,16 @@ def test_an_upsert_inherits_pins_and_groups(store: MooncakeDistributedStore) -> 
     assert store.remove("hard", force=True) == 0
 
 
+@pytest.mark.parametrize("action", list(SoftPinAction))
+def test_an_action_on_soft_pins_leaves_a_hard_pin(store: MooncakeDistributedStore, action: Any) -> None:
+    key = f"hard/{action.name}"
+    assert store.put(key, b"one", config(with_hard_pin=True)) == 0
+    assert store.upsert(key, b"two", config(soft_pin_action=action)) == 0
+    assert store._store is not None
+    (status,) = store._store.inspect([key])
+    assert status is not None and status.pinned_s is None and store.get(key) == b"two"
+
+
 def test_an_upsert_changes_no_group(store: MooncakeDistributedStore) -> None:
     keys = ["in g", "in none", "new in g"]
     assert store.put(keys[0], b"1", config(group_ids=["g"])) == store.put(keys[1], b"1") == 0
