@@ -16,6 +16,7 @@ a fast rail takes more of them and a failed rail costs no more than its pieces::
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -424,11 +425,7 @@ def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) ->
         InvalidArgument: not one number per slice, or negative ones.
     """
     try:
-        columns = TransferColumns(
-            np.asarray(local, dtype=np.uint64),
-            np.asarray(remote, dtype=np.uint64),
-            np.asarray(lengths, dtype=np.uint64),
-        )
+        columns = TransferColumns(_column(local), _column(remote), _column(lengths))
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
     shape = columns.lengths.shape
@@ -436,3 +433,23 @@ def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) ->
         shapes = (columns.local.shape, columns.remote.shape, shape)
         raise InvalidArgument("columns", shapes, "three columns of equal length")
     return columns
+
+
+def _column(values: Addresses) -> Column:
+    """One column; numpy itself would truncate floats, parse texts and wrap negative numbers around.
+
+    Raises:
+        TypeError: the values are no integers.
+        OverflowError: one of them is negative, or has more than 64 bits.
+        ValueError: they are not numbers in one row.
+    """
+    if hasattr(values, "__array__"):
+        array = np.asarray(values)
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"an array of {array.dtype}")
+        if array.size and array.dtype.kind == "i" and array.min() < 0:
+            raise OverflowError("a negative number")
+        return np.asarray(array, dtype=np.uint64)
+    if set(map(type, values)) - {int}:
+        values = [operator.index(value) for value in values]
+    return np.asarray(values, dtype=np.uint64)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import array
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake.errors import InvalidArgument
 from mooncake.transfer.batch import (
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
@@ -318,3 +322,43 @@ def test_addresses_near_the_end_of_the_world() -> None:
     cut = transfer_columns([2**64 - 30], [2**63], [30]).cut(16)
     assert cut.local.tolist() == [2**64 - 30, 2**64 - 14]
     assert cut.remote.tolist() == [2**63, 2**63 + 16]
+
+
+def test_columns_of_other_types() -> None:
+    wanted = [1, 2, (1 << 64) - 1]
+    large: list[Any] = [wanted, tuple(wanted), np.array(wanted, np.uint64), list(map(np.uint64, wanted))]
+    for values in large:
+        columns = transfer_columns(values, values, values)
+        assert columns.local.dtype == np.uint64 and columns.lengths.tolist() == wanted
+    small: list[Any] = [
+        np.array([5, 6], np.int32),
+        array.array("q", [5, 6]),
+        range(5, 7),
+        torch.tensor([5, 6]),
+    ]
+    for values in small:
+        assert transfer_columns(values, values, values).remote.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0],
+        ["1"],
+        [None],
+        None,
+        "1",
+        [-1],
+        [1 << 64],
+        [[1]],
+        np.array([1.0]),
+        np.array([-1]),
+        np.array(["1"]),
+        np.array([True]),
+        [np.float32(1)],
+        [np.int64(-1)],
+    ],
+)
+def test_columns_of_what_is_no_address(values: Any) -> None:
+    with pytest.raises(InvalidArgument, match="columns"):
+        transfer_columns(values, values, values)

@@ -16,6 +16,7 @@ import array
 import contextlib
 import math
 import mmap
+import operator
 import threading
 import time
 import weakref
@@ -323,6 +324,7 @@ class BufferPool:
         prewarm_size: int | None = None,
         prewarm_count: int = 0,
     ) -> None:
+        max_bytes, min_size_class, alignment = map(operator.index, (max_bytes, min_size_class, alignment))
         if max_bytes < 0 or min_size_class < 1 or alignment < 1 or alignment & (alignment - 1):
             raise RuntimeError(
                 f"BufferPool: max_bytes ({max_bytes}) must not be negative, min_size_class "
@@ -347,12 +349,13 @@ class BufferPool:
         """Acquire a lease on ``size`` bytes.
 
         Raises:
-            TypeError: the size is negative.
+            TypeError: the size is negative, or no integer.
             RuntimeError: the size exceeds the pool's capacity; the pool is closed, or is exhausted and may
                 not wait.
             BufferPoolTimeout: nothing was released in time.
             MemoryError: the host has no more memory.
         """
+        size = operator.index(size)  # the total of numpy's would wrap around
         if size < 0:
             raise TypeError(f"acquire: size {size} is negative")
         if size > MOST_BYTES or (self._max_bytes and size > self._max_bytes):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mooncake.compat.store.arguments import check_keys
+from mooncake.compat.store.arguments import check_keys, numbers
 from mooncake.compat.store.parallelism import (
     ReadTarget,
     axes_of,
@@ -129,6 +129,7 @@ class TensorGatherCalls(TensorCalls):
         targets: Any,
     ) -> list[Any]:
         """Read parts stored in exactly this form to the caller's memory; assemble and copy the others."""
+        addresses, sizes = numbers(what, "buffer_ptrs", addresses), numbers(what, "sizes", sizes)
         shards = _wanted_shards(what, check_keys(what, keys), targets)
         exact = ["" if wanted is None else wanted.exact_key for wanted in shards]
         results = self._get_into_memory(what, exact, addresses, sizes)

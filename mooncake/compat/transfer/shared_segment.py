@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import operator
 import os
 from collections.abc import Sequence
 
@@ -57,7 +58,9 @@ class SharedSegment:
         Raises:
             RuntimeError: not ``supported``, or the kernel refuses the memory.
             InvalidArgument: invalid sizes or ranks.
+            TypeError: one of them is no integer.
         """
+        size, world_size, rank_id, owner_rank = map(operator.index, (size, world_size, rank_id, owner_rank))
         if not SharedSegment.supported(mmap, host_register, hugetlb):
             raise RuntimeError(
                 "SharedSegment: only mmap=True, host_register=False is supported; "

@@ -11,6 +11,7 @@ from mooncake.compat.transfer.engine_lifecycle import EngineLifecycle
 from mooncake.compat.transfer.host_probe import wait_for_stream
 from mooncake.compat.transfer.public_types import TransferNotify, TransferOpcode
 from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
+from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.transfer.batch import Addresses, TransferColumns, transfer_columns
 from mooncake.transfer.completion_queue import CompletionQueue
@@ -109,7 +110,7 @@ class TransferCalls(EngineLifecycle):
 
         def move() -> None:
             engine, op = self._ready(), _op(opcode)
-            columns = transfer_columns(local, remote, lengths)
+            columns = _columns(local, remote, lengths)
             timeout_s = self._engine_settings.transfer_s(int(columns.lengths.sum()))
             if not len(columns.lengths):
                 return
@@ -190,7 +191,7 @@ class TransferCalls(EngineLifecycle):
 
         def begin() -> None:
             engine, op = self._ready(), _op(opcode)
-            columns = transfer_columns(local, remote, lengths)
+            columns = _columns(local, remote, lengths)
             rows = (columns.local, columns.remote, columns.lengths)
             timeout_s = self._engine_settings.transfer_s(int(columns.lengths.sum()))
             segment = self._open(target)
@@ -291,6 +292,16 @@ class TransferCalls(EngineLifecycle):
     def _registrations(self) -> TemporaryRegistrations:
         assert self._temporary_registrations is not None
         return self._temporary_registrations
+
+
+def _columns(local: Addresses, remote: Addresses, lengths: Addresses) -> TransferColumns:
+    """Columns of a batch; TypeError for floats, texts and the like, as in the existing package."""
+    try:
+        return transfer_columns(local, remote, lengths)
+    except InvalidArgument as error:
+        if isinstance(error.__cause__, TypeError):
+            raise TypeError(str(error)) from error
+        raise
 
 
 def _op(opcode: int) -> Op:

@@ -268,6 +268,18 @@ def test_sizes_from_zero_to_the_capacity(store: MooncakeDistributedStore) -> Non
         pool.acquire(-1)
 
 
+def test_sizes_of_numpy_do_not_wrap_around(store: MooncakeDistributedStore) -> None:
+    pool = BufferPool(store, max_bytes=64 * MIB, block_on_exhaustion=False)
+    size: Any = np.int8(100)
+    leases = [pool.acquire(size) for _ in range(3)]
+    assert pool._leased.total_bytes == 300 and all(type(lease.size) is int for lease in leases)
+    for lease in leases:
+        lease.release()
+    for wrong in (1.5, "1", None):
+        with pytest.raises(TypeError):
+            pool.acquire(wrong)  # type: ignore[arg-type]
+
+
 def test_a_pool_with_open_leases_does_not_close(store: MooncakeDistributedStore) -> None:
     pool = BufferPool(store)
     lease = pool.buffer(1)

@@ -123,6 +123,18 @@ def check_readers(
         assert not tensor_there.numel() or tensor_there.data_ptr() == address + 304
 
 
+def test_addresses_and_sizes_of_numpy(store: MooncakeDistributedStore) -> None:
+    key, tensor = new_key(), torch.arange(24).reshape(4, 6)
+    assert store.put_tensor(key, tensor) == 0
+    memory = np.zeros(4096, np.uint8)
+    there: Any = np.array([memory.ctypes.data], np.uint64)
+    sizes: Any = np.array([4096], np.int16)
+    (found,) = store.batch_get_tensor_with_parallelism_into([key], there, sizes)
+    assert equal(found, tensor) and found.data_ptr() == memory.ctypes.data + 304
+    found = store.get_tensor_with_parallelism_into(key, there[0], sizes[0], ReadTarget("shard", tp(1, 2, 0)))
+    assert found is not None and equal(found, tensor[2:])
+
+
 def test_a_rank_of_tensor_parallelism_stores_the_part_that_it_passes(store: MooncakeDistributedStore) -> None:
     key, tensor = new_key(), torch.arange(24).reshape(4, 6)
     assert store.put_tensor_with_parallelism(key, part(tensor, 0, 3, 1), tp(0, 3, 1)) == 0

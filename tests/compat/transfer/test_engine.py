@@ -387,6 +387,18 @@ def test_no_device_is_as_good_as_an_empty_name() -> None:
     assert TransferEngine().initialize_ext("127.0.0.1", P2P, "tcp", None, "p2p") == 0
 
 
+@pytest.mark.parametrize("wrong", [1.0, "1", None, np.float64(1), [1]])
+def test_columns_of_what_is_no_address(near: Peer, far: Peer, wrong: Any) -> None:
+    good = ([near.at], [far.at], [10])
+    for at in range(3):
+        columns: Any = [*good[:at], [wrong], *good[at + 1 :]]
+        with pytest.raises(TypeError, match="columns"):
+            near.engine.batch_transfer_sync_write(far.session, *columns)
+        with pytest.raises(TypeError, match="columns"):
+            near.engine.batch_transfer_async_read(far.session, *columns)
+    assert near.engine.batch_transfer_sync_write(far.session, *good) == 0
+
+
 @pytest.mark.parametrize("is_registered", [False, True])
 def test_memory_that_may_only_be_read(near: Peer, far: Peer, is_registered: bool) -> None:
     """It can be sent; bytes that arrived there, from here or from a peer, would end the process."""

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mooncake.engine import SharedSegment
@@ -124,3 +125,14 @@ def test_an_owner_that_ends_while_its_memory_is_mapped(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "open", open_and_end)
     segment.complete([blob, of_owner])
     assert segment.ready(), "the memory is there as long as one process has it open"
+
+
+def test_numbers_of_numpy() -> None:
+    ranks: tuple[Any, ...] = (np.int64(1), np.int32(0), np.int8(0))
+    size: Any = np.prod((4, 1024))
+    segment, blob = SharedSegment.create("numbers", size, *ranks)
+    segment.complete([blob])
+    assert segment.ready() and segment.size() == 4096 and type(segment.size()) is int
+    for size in (4096.0, "4096", None):
+        with pytest.raises(TypeError):
+            SharedSegment.create("numbers", size, 1, 0)
