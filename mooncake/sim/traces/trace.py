@@ -22,7 +22,7 @@ validates everything:
   ids of its own and one id per *full* block of 64 tokens.
 * ``recording``: what our gateway records (``recorded_requests``): a header, then a row for each request in
   the order of their ends, with one id per full block of the header's size, or none where no prefix is known.
-  Rows are given in the order of arrival.
+  Rows are given in the order of arrival, those that were rejected with answers of the mean length.
 * ``csv``: a column of times (dates, or seconds), of prompts' and of answers' tokens, in any order and with
   the names of Azure's, BurstGPT's or Vidur's traces (``CSV_NAMES``): arrivals and lengths, nothing about
   prefixes.
@@ -367,9 +367,41 @@ def _header(lines: TraceFile, text: bytes) -> RecordingHeader:
     return header
 
 
+class _RecordedEnd(msgspec.Struct, gc=False):
+    """What of a line says how a request ended."""
+
+    output_length: int = 0
+    status: str = ""
+
+
+def num_output_of_rejected(lines: TraceFile) -> int:
+    """Tokens that an answer to a rejected request of a recording would have had: the mean of those that are
+    done. Notes that this is assumed, if it is."""
+    num_rejected = num_done = num_tokens = 0
+    decode = msgspec.json.Decoder(_RecordedEnd).decode
+    for text in TraceFile(lines.path):
+        try:
+            line = decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            break  # refused with its number when it is read as a row
+        if line.status == "rejected":
+            num_rejected += 1
+        elif line.status in ("", "done") and line.output_length:
+            num_done += 1
+            num_tokens += line.output_length
+    expected = max(1, round(num_tokens / max(1, num_done)))
+    if num_rejected:
+        lines.notes.append(
+            f"{num_rejected:,} of its requests were rejected; their answers, whose length nobody knows, are "
+            f"taken to have {expected:,} tokens, the mean of those that are done"
+        )
+    return expected
+
+
 def recording_rows(lines: TraceFile) -> Iterator[TraceRow]:
     """Rows by arrival. Those that arrived while others were in progress are held until no earlier one can
-    come."""
+    come. A request that was rejected is one of the load, which another cluster may serve."""
+    rejected_output = num_output_of_rejected(lines)
     parents, waiting, numbers = BlockParents(), list[tuple[float, int, TraceRow]](), count()
     decode = msgspec.json.Decoder(RecordedRequest).decode
     header: RecordingHeader | None = None
@@ -390,7 +422,7 @@ def recording_rows(lines: TraceFile) -> Iterator[TraceRow]:
         row = TraceRow(
             line.timestamp / 1e3,
             line.input_length,
-            line.output_length,
+            rejected_output if line.status == "rejected" else line.output_length,
             tuple(line.hash_ids),
             line.session or None,
             line,

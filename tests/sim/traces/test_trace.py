@@ -480,3 +480,21 @@ def test_options_are_checked(folder: Path) -> None:
     for options in wrong:
         with pytest.raises(InvalidArgument):
             read_trace(path, TraceOptions(**options))
+
+
+def test_rejected_requests_of_a_recording_have_answers_of_the_mean_length(folder: Path) -> None:
+    header = {"recording": 1, "block_tokens": 512, "key_id": "x", "began_at": 1.0, "longest_s": 1.0}
+    row = {"input_length": 1000, "hash_ids": [1]}
+    ends = [("rejected", 0), ("done", 300), ("failed", 2), ("rejected", 0), ("done", 500)]
+    rows = [
+        {**row, "timestamp": 10_000 * number, "output_length": num_output, "status": status}
+        for number, (status, num_output) in enumerate(ends)
+    ]
+    trace = read_trace(written(folder, [header, *rows]))
+    assert [one.num_output for one in trace] == [400, 300, 2, 400, 500]
+    [note] = trace.notes
+    assert note.startswith("2 of its requests were rejected") and "400 tokens" in note
+    done = read_trace(written(folder, [header, *rows[1:2]]))
+    assert [one.num_output for one in done] == [300] and not done.notes
+    none = read_trace(written(folder, [header, *rows[:1]]))
+    assert [one.num_output for one in none] == [1]
