@@ -217,7 +217,9 @@ class NodeCache(Generic[KeyT]):
             ssd.touch(ids)
             ssd.free(ids)
         held = dict.fromkeys(known)
-        fresh = [key for key in keys if key not in held][: ssd.num_free]
+        # Memory evicts a prompt's last blocks first, and so must the SSD: the others are of use without them.
+        # Of blocks that are freed together, a pool evicts the last ones first.
+        fresh = [key for key in reversed(keys) if key not in held][: ssd.num_free]
         block_ids = ssd.allocate(len(fresh))
         assert block_ids is not None
         if fresh:

@@ -185,6 +185,18 @@ def test_what_leaves_memory_lies_on_ssd() -> None:
     cache.check()
 
 
+def test_an_ssd_evicts_last_blocks_of_a_prompt_first() -> None:
+    cache = node(4, num_ssd_blocks=6)
+    for first in (10, 20, 30):
+        keep(cache, list(range(first, first + 4)))
+    assert cache.num_on_ssd([10, 11, 12, 13]) == 2 and cache.num_on_ssd([20, 21, 22, 23]) == 4
+    small = node(4, num_ssd_blocks=2)
+    for first in (10, 20):
+        keep(small, list(range(first, first + 4)))
+    assert small.num_on_ssd([10, 11, 12, 13]) == 2, "where there is not room for all, the first ones stay"
+    cache.check()
+
+
 @given(st.lists(st.lists(st.integers(1, 12), unique=True, max_size=6), max_size=30))
 def test_the_events_add_up_to_the_content(prompts: list[list[int]]) -> None:
     cache = node(5, num_ssd_blocks=4)
