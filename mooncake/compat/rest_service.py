@@ -332,18 +332,15 @@ class MooncakeStoreService:
         body = await _body(request)
         ids, grace_s = _ids(body), _grace(body)
         async with self._state_lock:
-            return _unmounted(await self._unmount_shared(ids, grace_s))
+            return _unmounted(await self._unmount(self.store.unmount_segment, ids, grace_s))
 
     @_answered
     async def handle_unmount(self, request: web.Request) -> web.Response:
         """Unmount segments and free their memory."""
         body = await _body(request)
         ids, grace_s = _ids(body), _grace(body)
-        return _unmounted(
-            await self._run(
-                lambda: [one for one in ids if self.store.unmount_and_free_segment([one], grace_s) != 0]
-            )
-        )
+        async with self._state_lock:
+            return _unmounted(await self._unmount(self.store.unmount_and_free_segment, ids, grace_s))
 
     @_answered
     async def handle_unmount_local_disk(self, request: web.Request) -> web.Response:
@@ -369,28 +366,36 @@ class MooncakeStoreService:
                     why = f"Mount failed ({outcome['ret']}); keeping previous {self.current_mode} segments"
                     return _error(why, 500, mode=self.current_mode)
                 fresh = list(outcome["segment_ids"])
-            self.mounted_segment_ids += fresh
-            failed = await self._unmount_shared(before, grace_s)
+            self.mounted_segment_ids = fresh + before
+            failed = await self._unmount(self.store.unmount_segment, before, grace_s)
+            gone = [one for one in failed if not self.store._has_segment(one)]
+            self._forget(gone)  # unmounted in another way, or with the store that had them
             if fresh:
                 self.current_mode, self.last_mount_info = "decode", dict(segment or {})
-        if failed:
-            return _error("Unmount failed", 500, failed_segment_ids=failed, segment_ids=fresh)
-        return web.json_response({"status": "success", "mode": mode, "segment_ids": fresh})
+            left = list(self.mounted_segment_ids)
+        if left and not fresh:
+            return _error("Unmount failed", 500, failed_segment_ids=left, segment_ids=[])
+        if left[len(fresh) :]:  # the new one is mounted; the next call tries to unmount them again
+            log.warning(f"reconfigure: segments {left[len(fresh) :]} could not be unmounted")
+        return web.json_response({"status": "success", "mode": mode, "segment_ids": left})
 
     async def _mount_shared(self, segment: dict[str, Any]) -> dict[str, Any]:
         outcome: dict[str, Any] = await self._run(lambda: self.store.mount_segment(*segment.values()))
         return outcome
 
-    async def _unmount_shared(self, ids: Sequence[str], grace_s: int) -> list[str]:
-        """Unmount shared memory, and note what ``reconfigure`` has left; the ids that failed."""
-        failed = await self._run(
-            lambda: [one for one in ids if self.store.unmount_segment([one], grace_s) != 0]
-        )
-        left = [one for one in self.mounted_segment_ids if one in failed or one not in ids]
-        self.mounted_segment_ids = left
-        if not left:
-            self.current_mode, self.last_mount_info = "prefill", {}
+    async def _unmount(
+        self, unmount: Callable[[list[str], int], int], ids: Sequence[str], grace_s: int
+    ) -> list[str]:
+        """Unmount segments, and note what ``reconfigure`` has left; the ids that failed."""
+        failed = await self._run(lambda: [one for one in ids if unmount([one], grace_s) != 0])
+        self._forget([one for one in ids if one not in failed])
         return failed
+
+    def _forget(self, ids: Sequence[str]) -> None:
+        """Note that these segments are no longer mounted."""
+        self.mounted_segment_ids = [one for one in self.mounted_segment_ids if one not in ids]
+        if not self.mounted_segment_ids:
+            self.current_mode, self.last_mount_info = "prefill", {}
 
     async def _run(self, call: Callable[[], ResultT]) -> ResultT:
         return await asyncio.to_thread(call)

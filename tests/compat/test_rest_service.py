@@ -43,6 +43,7 @@ class FakeStore:
         self.unmounted: list[tuple[str, int]] = []
         self.code = 0
         self.stuck: list[str] = []
+        self.gone: list[str] = []
 
     def setup(self, *arguments: Any, **more: Any) -> int:
         self.arguments = SetupArguments(*arguments, **more)
@@ -85,6 +86,9 @@ class FakeStore:
         return -1 if self.stuck and set(ids) & set(self.stuck) else 0
 
     unmount_and_free_segment = unmount_segment
+
+    def _has_segment(self, segment_id: str) -> bool:
+        return segment_id not in self.gone
 
     def unmount_local_disk_segment(self, grace_s: int) -> int:
         return self.code
@@ -375,6 +379,24 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     status, answer = await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"})
     assert (status, answer["segment_ids"]) == (200, [])
     assert (rest.service.current_mode, rest.service.last_mount_info) == ("prefill", {})
+    assert rest.service.mounted_segment_ids == []
+
+
+async def test_reconfigure_after_its_segment_was_unmounted(rest: RunningService) -> None:
+    decode = {"mode": "decode", "path": "/dev/shm/kv", "size": 4096}
+    assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-1"]
+    assert (await rest.ask("POST", "/api/unmount", {"segment_ids": ["id-1"]}))[0] == 200
+    assert (rest.service.current_mode, rest.service.mounted_segment_ids) == ("prefill", [])
+    assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-2"]
+    rest.store.stuck, rest.store.gone = ["id-2"], ["id-2"]
+    status, answer = await rest.ask("POST", "/api/reconfigure", decode)
+    assert (status, answer["segment_ids"]) == (200, ["id-3"]), "what is gone needs no unmount"
+    rest.store.stuck, rest.store.gone = ["id-3"], []
+    status, answer = await rest.ask("POST", "/api/reconfigure", decode)
+    assert (status, answer["segment_ids"]) == (200, ["id-4", "id-3"]), "the new one is mounted"
+    assert rest.service.mounted_segment_ids == ["id-4", "id-3"]
+    rest.store.stuck = []
+    assert (await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"}))[0] == 200
     assert rest.service.mounted_segment_ids == []
 
 

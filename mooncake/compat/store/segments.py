@@ -124,6 +124,10 @@ class SegmentCalls(StoreLifecycle):
             self._segments[segment_id] = ExtraSegment(session, name, region)
         return segment_id
 
+    def _has_segment(self, segment_id: str) -> bool:
+        """Whether the segment can be unmounted."""
+        return segment_id in self._segments
+
     def _unmount(self, what: str, segment_ids: Sequence[str], grace_s: float) -> int:
         if isinstance(segment_ids, str):
             raise TypeError(f"{what}(): segment_ids must be a list of str")
