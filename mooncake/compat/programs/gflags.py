@@ -212,11 +212,14 @@ def number(least: float, most: float = math.inf, is_open: bool = False) -> FlagT
     return FlagType(f"a number {start} {least:g}" + ("" if math.isinf(most) else f" to {most:g}"), read)
 
 
-def choice(*values: str) -> FlagType:
+def choice(*values: str, empty: str | None = None) -> FlagType:
+    """One of these words; with ``empty``, no word counts as that one."""
+
     def read(text: str) -> str:
-        if text.lower() not in values:
+        word = text.lower() or empty
+        if word not in values:
             raise ValueError(text)
-        return text.lower()
+        return word
 
     return FlagType(", ".join(values), read)
 

@@ -28,6 +28,8 @@ from mooncake.compat.programs.gflags import (
 
 TRANSLATED = "used"
 COUNT = whole(0)
+OBJECT_STORE = choice("local", "s3", empty="local")
+CATALOG = choice("embedded", "redis", "payload", empty="embedded")
 UNLIMITED_BYTES = (1 << 63) - 1
 
 
@@ -155,13 +157,13 @@ FLAGS: dict[str, Flag] = {
     ),
     **_without_effect(
         "the log is a file of this host; standbys keep copies",
-        snapshot_object_store_type=("local", choice("local", "s3")),
-        snapshot_catalog_store_type=("embedded", choice("embedded", "redis")),
+        snapshot_object_store_type=("", OBJECT_STORE),
+        snapshot_catalog_store_type=("", CATALOG),
         snapshot_catalog_store_connstring=("", TEXT),
-        snapshot_catalog_backend_type=("embedded", choice("embedded", "redis")),
+        snapshot_catalog_backend_type=("", CATALOG),
         snapshot_catalog_backend_connstring=("", TEXT),
-        snapshot_payload_store_type=("local", choice("local", "s3")),
-        snapshot_payload_backend_type=("local", choice("local", "s3")),
+        snapshot_payload_store_type=("", OBJECT_STORE),
+        snapshot_payload_backend_type=("", OBJECT_STORE),
     ),
     # Jobs
     **_without_effect(
@@ -188,7 +190,7 @@ FLAGS: dict[str, Flag] = {
     **_without_effect(
         "the existing program ignores it, too: it cannot be derived from an object's key",
         kv_events_model_name=("", TEXT),
-        kv_events_tenant_id=("", TEXT),
+        kv_events_tenant_id=("default", TEXT),
         kv_events_additional_salt=("", TEXT),
         kv_events_lora_name=("", TEXT),
         kv_events_block_size=("0", COUNT),

@@ -89,6 +89,15 @@ def test_bad_values_name_the_flag(name: str) -> None:
         read(arguments, {})
 
 
+def test_empty_words_are_defaults_of_the_existing_program() -> None:
+    names = ("object_store", "payload_store", "payload_backend", "catalog_store", "catalog_backend")
+    for name, word in zip(names, ("local", "local", "local", "embedded", "embedded"), strict=True):
+        flag = f"--snapshot_{name}_type="
+        assert read([flag], {}) == read([flag + word], {}) == options("")
+    assert "snapshot_object_store_type" in options("--snapshot_object_store_type=s3").warnings[0]
+    assert not options("--kv_events_tenant_id=default").warnings
+
+
 def test_the_defaults_of_the_existing_program() -> None:
     settings = options("").settings
     assert (settings.host, settings.port, settings.metrics_host, settings.metrics_port) == (
