@@ -646,7 +646,7 @@ async def test_a_wrong_piece_fails_its_load_and_what_has_not_begun_of_it(cluster
     assert len(load.held) < len(LONG), "the rest is of no use"
     assert reader.link.has_room(2, "load")
     async with asyncio.timeout(TIMEOUT_S):  # the load has reported it, so the node drops the object
-        while len((await reader.lookup(LONG)).grants) > 1:
+        while len((await reader.lookup(LONG)).grants) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     await saved_prefix(cluster)
     assert not (await reader.load(await reader.lookup(LONG), list(range(1, 11)))).failed
