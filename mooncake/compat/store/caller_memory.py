@@ -8,7 +8,8 @@ CUDA driver. An invalid pointer is refused before it is dereferenced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,7 +18,12 @@ from mooncake.compat.store.lifecycle import StoreLifecycle
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.errors import InvalidArgument
+from mooncake.log import get_logger
 from mooncake.transfer.memory import is_device_memory, is_readable, is_writable
+
+log = get_logger("mooncake.store")
+
+ResultT = TypeVar("ResultT")
 
 
 class BufferRegistrationCalls(StoreLifecycle):
@@ -50,6 +56,15 @@ class BufferRegistrationCalls(StoreLifecycle):
             return 0
 
         return self._in_session(what, unregister, int)
+
+
+def allocated(what: str, size_bytes: int, make: Callable[[int], ResultT]) -> ResultT | None:
+    """Memory for an object that a call reads; None, with a log line, when the host has none."""
+    try:
+        return make(size_bytes)
+    except MemoryError:
+        log.error(f"{what}: this host has no memory for {size_bytes} bytes")
+        return None
 
 
 def on_device(session: StoreSession, address: int) -> bool:

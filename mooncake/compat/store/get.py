@@ -25,7 +25,12 @@ from mooncake.compat.store.arguments import (
 )
 from mooncake.compat.store.batches import cut, is_late, pick
 from mooncake.compat.store.buffer_pool import BufferHandle
-from mooncake.compat.store.caller_memory import BufferRegistrationCalls, are_accessible, is_accessible
+from mooncake.compat.store.caller_memory import (
+    BufferRegistrationCalls,
+    allocated,
+    are_accessible,
+    is_accessible,
+)
 from mooncake.compat.store.error_codes import StoreCode
 from mooncake.compat.store.public_types import ExistOptions
 from mooncake.compat.store.range_reads import open_reads, read_parts
@@ -182,14 +187,18 @@ class ReadCalls(BufferRegistrationCalls):
         def get(session: StoreSession) -> list[bytes]:
             values = [b""] * len(keys)
             at = [i for i, key in enumerate(keys) if is_good_key(key)]
-            began = time.monotonic()
-            for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
-                values[i] = value or b""
+            began, has_room = time.monotonic(), True
+            try:
+                for i, value in zip(at, session.store.get_batch(pick(keys, at)), strict=True):
+                    values[i] = value or b""
+            except MemoryError:  # for all of them together
+                has_room = False
             missing = [i for i in at if not values[i]]
-            if missing and is_late(time.monotonic() - began, session.store.settings.timeout_s):
+            was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
+            if missing and (was_slow or not has_room):
                 with contextlib.suppress(MooncakeError):  # the others have arrived
                     for i, handle in zip(missing, read_buffers(session, pick(keys, missing)), strict=True):
-                        values[i] = b"" if handle is None else bytes(handle)
+                        values[i] = b"" if handle is None else _bytes_of(what, handle)
             session.client_metrics.count_bytes("read", sum(map(len, values)))
             return values
 
@@ -222,12 +231,20 @@ class ReadCalls(BufferRegistrationCalls):
         return self._in_session(what, get, lambda code: [code] * len(keys))
 
 
+def _bytes_of(what: str, handle: BufferHandle) -> bytes:
+    """Copy of an object; empty when this host has no memory for one."""
+    return allocated(what, handle.size(), lambda _: bytes(handle)) or b""
+
+
 def read_buffers(session: StoreSession, keys: Sequence[str]) -> list[BufferHandle | None]:
     """Read whole objects to memory of their own; None for a miss."""
     grants = open_reads(session, keys)
-    handles = [None if grant is None else BufferHandle(grant.size_bytes) for grant in grants]
+    handles = [
+        None if grant is None else allocated("get", grant.size_bytes, BufferHandle) for grant in grants
+    ]
     parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
-    codes = read_granted(session, grants, parts)
+    wanted = [None if handle is None else grant for grant, handle in zip(grants, handles, strict=True)]
+    codes = read_granted(session, wanted, parts)
     return [handle if code >= 0 else None for handle, code in zip(handles, codes, strict=True)]
 
 

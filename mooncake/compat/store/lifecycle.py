@@ -144,6 +144,9 @@ class StoreLifecycle:
         except MooncakeError as error:
             log.error(f"{what}: {error}")
             return failed(code_of_error(error))
+        except MemoryError as error:
+            log.error(f"{what}: this host has no memory left for it ({error})")
+            return failed(int(StoreCode.NO_AVAILABLE_HANDLE))
         except (UnicodeError, OverflowError) as error:  # text or a number that a message cannot represent
             log.error(f"{what}: {error}")
             return failed(int(StoreCode.INVALID_PARAMS))

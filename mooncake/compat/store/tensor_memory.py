@@ -25,12 +25,15 @@ _LEAD_BYTES = -HEADER_BYTES % _ALIGNMENT
 
 
 class FetchedObject:
-    """Memory for an object of ``size_bytes`` that becomes a tensor."""
+    """Memory for an object of ``size_bytes`` that becomes a tensor. MemoryError when there is none."""
 
     __slots__ = ("_memory", "address", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
-        self._memory = load_torch().empty(_LEAD_BYTES + size_bytes, dtype=load_torch().uint8)
+        try:
+            self._memory = load_torch().empty(_LEAD_BYTES + size_bytes, dtype=load_torch().uint8)
+        except RuntimeError as error:  # torch's allocator raises no MemoryError
+            raise MemoryError(str(error)) from error
         self.address: int = self._memory.data_ptr() + _LEAD_BYTES
         self.size_bytes = size_bytes
 

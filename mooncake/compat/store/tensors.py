@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from mooncake.compat.store.arguments import check_keys, numbers
+from mooncake.compat.store.caller_memory import allocated
 from mooncake.compat.store.error_codes import StoreCode
 from mooncake.compat.store.get import ReadCalls
 from mooncake.compat.store.public_types import ObjectDataType, ReplicateConfig
@@ -229,7 +230,9 @@ class TensorCalls(ReadCalls, WriteCalls):
 
         def act(session: StoreSession) -> list[FetchedObject | None]:
             found = open_reads(session, keys)
-            fetched = [None if grant is None else FetchedObject(grant.size_bytes) for grant in found]
+            fetched = [
+                None if grant is None else allocated(what, grant.size_bytes, FetchedObject) for grant in found
+            ]
             present = [(g, f) for g, f in zip(found, fetched, strict=True) if g is not None and f is not None]
             parts = [[(0, fresh.address, fresh.size_bytes)] for _, fresh in present]
             good = iter(read_parts(session, [grant for grant, _ in present], parts))
