@@ -222,4 +222,4 @@ def copy_in(address: int, data: bytes) -> None:
 
 def copy_out(address: int, size: int) -> bytes:
     """Copy from an address, which the caller has checked, to Python."""
-    return ctypes.string_at(address, size)
+    return bytes((ctypes.c_char * size).from_address(address))  # ``string_at`` takes 2 GiB at most

@@ -182,7 +182,10 @@ class RpcInterface:
             return True
 
     def stop_server(self) -> None:
-        """Stop serving and wait for callbacks that run; no further one starts. Idempotent."""
+        """Stop serving and wait for callbacks that run; no further one starts. Idempotent.
+
+        A callback that calls this is not waited for.
+        """
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
@@ -251,6 +254,8 @@ class _RpcServerThread:
         self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="mooncake-rpc")
         self._parts: dict[tuple[Connection, int], bytearray] = {}
         self._gathered_bytes = 0
+        self._in_callback: set[int] = set()
+        """Threads that run a callback now."""
         self._rpc = RpcServer(
             {MessagePart: self._accept},
             on_lost=self._connection_lost,
@@ -274,7 +279,14 @@ class _RpcServerThread:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_STARTUP_TIMEOUT_S)
-        self._pool.shutdown()
+        self._pool.shutdown(wait=threading.get_ident() not in self._in_callback)
+
+    def _call_back(self, source: str, part: MessagePart, payload: bytearray) -> None:
+        self._in_callback.add(threading.get_ident())
+        try:
+            self._receive(source, part, payload)
+        finally:
+            self._in_callback.discard(threading.get_ident())
 
     def _run(self, host: str, port: int, started: concurrent.futures.Future[None]) -> None:
         try:
@@ -314,7 +326,7 @@ class _RpcServerThread:
         if size_bytes == part.size_bytes:
             self._forget(key)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._receive, call.connection.peer, part, gathered)
+            await loop.run_in_executor(self._pool, self._call_back, call.connection.peer, part, gathered)
         return PartReceived()
 
     def _connection_lost(self, connection: Connection) -> None:
@@ -336,7 +348,10 @@ def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
     if not hasattr(tensor, "dtype"):
         raise TypeError(f"a tensor or an array is needed, not {type(tensor).__name__}")
     if hasattr(tensor, "detach"):  # torch's: to main memory, in order
-        tensor = tensor.detach().cpu().contiguous()
+        try:
+            tensor = tensor.detach().cpu().contiguous()
+        except (RuntimeError, NotImplementedError) as error:  # sparse, or without memory
+            raise TypeError(f"a tensor whose elements are in memory is needed: {error}") from error
     shape, dtype = tuple(int(size) for size in tensor.shape), str(tensor.dtype)
     if hasattr(tensor, "data_ptr"):  # bfloat16 and the float8 types have no numpy form
         address, size, _ = span_of(tensor)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import queue
 import socket
 import threading
 import weakref
@@ -177,3 +178,30 @@ def test_serving_until_stopped() -> None:
     serving.join(60)
     assert answers == [True] and client.send_data(address, b"x") == -1
     server.stop_server()
+
+
+def test_a_callback_may_stop_its_server() -> None:
+    server, address = create_rpc_server(), free_address()
+    ends: queue.Queue[BaseException | None] = queue.Queue()
+
+    def stop(data: ReceivedData) -> None:
+        try:
+            server.stop_server()
+            ends.put(None)
+        except BaseException as error:
+            ends.put(error)
+
+    server.set_data_receive_callback(stop)
+    assert server.initialize_server(address) and server.start_server_async()
+    create_rpc_client().send_data(address, b"stop")
+    assert ends.get(timeout=60) is None
+    assert create_rpc_client().send_data(address, b"too late") == -1
+    assert server.start_server_async(), "it can be started again"
+    server.stop_server()
+
+
+def test_tensors_without_elements_in_memory(receiver: Receiver) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+    for tensor in (torch.eye(3).to_sparse(), torch.zeros(3, device="meta")):
+        assert create_rpc_client().send_tensor(receiver.address, tensor) == -1
+    assert not receiver.tensors and not receiver.data
