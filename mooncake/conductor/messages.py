@@ -423,7 +423,7 @@ class ClaimRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     placed: list[Placed]
     number: int = 0
-    "Of this gateway's claims, a later one has a higher number."
+    "A later claim of the same gateway has a higher number."
     is_first: bool = False
     is_last: bool = False
     pending: list[str] = []

@@ -464,7 +464,7 @@ async def leave_standing(
     return port, slow, other
 
 
-async def test_conductors_that_meet_again_tell_each_other_what_has_ended(
+async def test_conductors_that_meet_again_report_to_each_other_what_has_ended(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway does not reach the old leader, which has its requests from before."""
@@ -476,7 +476,7 @@ async def test_conductors_that_meet_again_tell_each_other_what_has_ended(
         await until(lambda: in_flight(slow) == in_flight(other) == ["c", "d"])
 
 
-async def test_a_conductor_that_is_back_is_told_by_the_gateway_what_has_ended(
+async def test_a_conductor_that_is_back_learns_from_the_gateway_what_has_ended(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway uses the other one, and both conductors do not reach each other."""
@@ -515,7 +515,7 @@ async def test_a_claim_in_parts_ends_what_none_of_them_names(
         assert len(in_flight(one)) == 6, "further parts may name the others"
         await gateway.call(ClaimRequests(claim_of("last"), 1, False, True, ["pending"]), 5.0)
         assert in_flight(one) == ["anew", "first", "last", "new", "pending"]
-        assert shared[-1] == Finished("ended"), "and the other conductors are told"
+        assert shared[-1] == Finished("ended"), "and the other conductors receive it"
     finally:
         await gateway.close()
         await one.stop()
