@@ -186,7 +186,7 @@ class Replicas:
         """By request: when it ended, the latest last."""
 
     def note_ended(self, request_id: str, ended_at: float) -> None:
-        """Remember an end: a placement from before it is none any more."""
+        """Remember an end: a placement from before it does not count from now on."""
         ended_at = max(ended_at, self._ended.pop(request_id, ended_at))
         self._ended[request_id] = ended_at
         if len(self._ended) > _MAX_ENDED:
