@@ -123,7 +123,7 @@ def test_put_says_whether_the_content_was_stored(
     with Store(address) as other:
         begun = begin_put(other)
         during_the_first_look(lambda client: client.abort_puts([begun]))
-        assert run("put", "said", content=b"me").stderr == b"", "nobody had stored it"
+        assert run("put", "said", content=b"me").stderr == b"", "the other put was aborted"
         assert other.get("said") == b"me" and other.remove(["said"], force=True) == [True]
         begun = begin_put(other)
         during_the_first_look(end_put)

@@ -10,6 +10,7 @@ worker's KV pool, is used as it is; ``write_ranges`` and ``read_ranges`` accept 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
-from mooncake.transfer.memory import check_mapped, span_and_export
+from mooncake.transfer.memory import check_readable, is_device_memory, span_and_export
 
 Buffer: TypeAlias = Any
 """Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
@@ -141,7 +142,7 @@ class RegisteredBuffers:
         try:
             for buffer, (address, size_bytes), staged in zip(buffers, ranges, self.addresses, strict=True):
                 if type(buffer) is tuple:
-                    check_mapped(address, size_bytes)
+                    check_readable(address, size_bytes)
                 ctypes.memmove(staged, address, size_bytes)
         except InvalidArgument:
             self.release()
@@ -172,7 +173,7 @@ class LocalMemory:
         exports: list[object] = []
         try:
             ranges = [span_to_read(buffer, exports) for buffer in buffers]
-            prepared = self._prepare(ranges)
+            prepared = self._prepare(ranges, buffers)
             if prepared.is_staged:
                 prepared.copy_in(buffers, ranges)
             else:
@@ -226,13 +227,15 @@ class LocalMemory:
             last = self._last = self.engine.region_of(address, size_bytes)
         return last is not None
 
-    def _prepare(self, ranges: Sequence[tuple[int, int]]) -> RegisteredBuffers:
+    def _prepare(
+        self, ranges: Sequence[tuple[int, int]], buffers: Sequence[Buffer] = ()
+    ) -> RegisteredBuffers:
         prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
-        if len(ranges) == 1 and self.has(*ranges[0]):
-            prepared.addresses.append(ranges[0][0])
+        if all(itertools.starmap(self.has, ranges)):
+            prepared.addresses += [address for address, _ in ranges]
             return prepared
         total_bytes = sum(prepared.sizes)
-        if 0 < total_bytes <= STAGED_BYTES:
+        if 0 < total_bytes <= STAGED_BYTES and not self._need_a_transfer(ranges, buffers):
             staging = self._staging or self._allocate_staging()
             offset = self._free_range(total_bytes)
             if offset is not None:
@@ -241,11 +244,20 @@ class LocalMemory:
         prepared.register(ranges)
         return prepared
 
+    def _need_a_transfer(self, ranges: Sequence[tuple[int, int]], buffers: Sequence[Buffer]) -> bool:
+        """Whether some of the buffers are in a device's memory, which the processor cannot copy.
+
+        Only an address can be one of such memory.
+        """
+        library = self.engine.settings.cuda_library
+        return any(
+            type(buffer) is tuple and size_bytes and is_device_memory(address, library)
+            for buffer, (address, size_bytes) in zip(buffers, ranges, strict=False)
+        )
+
     def _allocate_staging(self) -> Region:
         with self._lock:
-            if (
-                self._is_closed
-            ):  # by another thread: a region that is allocated now would never be unregistered
+            if self._is_closed:  # by another thread: a new region would stay registered
                 raise Unavailable("this store was closed")
             if self._staging is None:
                 self._staging = self.engine.allocate(STAGING_BYTES, huge_pages=False, populate=False)

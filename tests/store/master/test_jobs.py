@@ -280,7 +280,7 @@ def test_a_move_that_is_requested_again_is_done(nodes: Nodes) -> None:
     b.work()
     again = ask(nodes, m.CopyObject("k", ["b"], source="a"))
     assert (again.job_id, again.state, where(nodes, "k")) == (job.job_id, "done", ["b"])
-    assert refusal(nodes, m.CopyObject("k", ["c"], source="a")) == "not_found", "nobody moved it there"
+    assert refusal(nodes, m.CopyObject("k", ["c"], source="a")) == "not_found", "no job has moved it there"
     back = ask(nodes, m.CopyObject("k", ["a"], source="b"))
     a.work()
     assert ask(nodes, m.AskJob(back.job_id)).state == "done" and where(nodes, "k") == ["a"]
