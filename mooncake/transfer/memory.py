@@ -237,8 +237,16 @@ def _mappings_permit(start: int, end: int, permission: int) -> bool:
 
 
 def is_device_memory(address: int, library: str = "libcuda.so.1") -> bool:
-    """Whether a CUDA driver that this process already uses owns the address; starts nothing."""
-    return address > 0 and _native.Cuda.is_device_memory(library, address)
+    """Whether the address is in memory of a device, which the processor cannot read; starts nothing.
+
+    The CUDA driver is asked if this process already uses it, and only where the processor cannot read: it
+    takes longer than a small transfer to find out that there is none.
+    """
+    return (
+        0 < address < 1 << 57
+        and not is_readable(address, 1)
+        and _native.Cuda.is_device_memory(library, address)
+    )
 
 
 def check_mapped(address: int, size: int) -> None:

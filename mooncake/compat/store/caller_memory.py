@@ -85,8 +85,10 @@ def is_accessible(session: StoreSession, span: Span, to_write: bool = False) -> 
     columns = np.array([address], dtype=np.uint64), np.array([size_bytes], dtype=np.uint64)
     if session.registered.uncovered(*columns, to_write=to_write) is None:
         return True
+    if is_writable(address, size_bytes) if to_write else is_readable(address, size_bytes):
+        return True
     if not on_device(session, address):
-        return is_writable(address, size_bytes) if to_write else is_readable(address, size_bytes)
+        return False
     try:
         session.engine.unregister(session.engine.register(span))
     except InvalidArgument:

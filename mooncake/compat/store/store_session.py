@@ -57,7 +57,7 @@ class StoreSession:
         self.store = self.client(settings.timeout_s)
         self._prober = self.client(settings.probe_timeout_s)
         self.registered = RegisteredMemory(engine)
-        self.temporary_registrations = TemporaryRegistrations(engine)
+        self.temporary_registrations = TemporaryRegistrations(engine.regions)
         self.local = LocalBuffer(engine, arguments.local_buffer_size)
         self.pool = LocalBuffer(engine, 0)
         """Additional memory of a worker of a ``mooncake_client``."""

@@ -116,7 +116,7 @@ class EngineLifecycle:
             ) from error
         self._is_p2p = settings.metadata == P2P
         self._registered = RegisteredMemory(engine)
-        temporary = self._temporary_registrations = TemporaryRegistrations(engine)
+        temporary = self._temporary_registrations = TemporaryRegistrations(engine.regions)
 
         def ended(
             number: int, completion: Completion

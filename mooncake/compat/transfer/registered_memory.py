@@ -196,7 +196,7 @@ class RegisteredMemory:
                 )
 
     def _can_be_written(self, address: int, size: int) -> bool:
-        return is_device_memory(address, self._engine.settings.cuda_library) or is_writable(address, size)
+        return is_writable(address, size) or is_device_memory(address, self._engine.settings.cuda_library)
 
     def _insert(self, address: int, region: Region) -> None:
         bisect.insort(self._starts, address)

@@ -14,17 +14,15 @@ import numpy as np
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.descriptor import Column
-from mooncake.transfer.engine import TransferEngine
-from mooncake.transfer.memory import is_device_memory, is_readable, is_writable
-from mooncake.transfer.transports import Region
+from mooncake.transfer.memory import is_readable, is_writable
+from mooncake.transfer.transports import Region, RegionTable
 
 
 class TemporaryRegistrations:
     """Regions of unregistered memory that batches in flight use. Thread-safe."""
 
-    def __init__(self, engine: TransferEngine) -> None:
-        self._table = engine.regions
-        self._library = engine.settings.cuda_library
+    def __init__(self, regions: RegionTable) -> None:
+        self._table = regions
         self._lock = threading.Lock()
         self._regions: dict[tuple[int, int], Region] = {}
         self._num_batches = 0
@@ -39,7 +37,7 @@ class TemporaryRegistrations:
         """
         spans = np.unique(np.stack([addresses, sizes]), axis=1).T.tolist()
         for address, size in spans:
-            if is_device_memory(address, self._library) or not is_readable(address, size):
+            if not is_readable(address, size):
                 allowed = "memory of this process that it may read; a device's must be registered"
                 raise InvalidArgument("local memory", f"[{address:#x}, +{size})", allowed)
         with self._lock:

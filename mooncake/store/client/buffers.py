@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
-from mooncake.transfer.memory import check_readable, is_device_memory, span_and_export
+from mooncake.transfer.memory import is_device_memory, is_readable, span_and_export
 
 Buffer: TypeAlias = Any
 """Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
@@ -134,19 +134,26 @@ class RegisteredBuffers:
             self.addresses.append(at)
             at += size_bytes
 
-    def copy_in(self, buffers: Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> None:
+    def copy_in(self, buffers: Sequence[Buffer], ranges: Sequence[tuple[int, int]]) -> bool:
         """Copy ``buffers``, whose memory is ``ranges``, to their places in the staging region.
 
         Addresses that a caller has given are checked, as a registration checks those of larger buffers.
+        False: one of them is a device's, which the processor cannot copy.
         """
+        library = self._memory.engine.settings.cuda_library
         try:
             for buffer, (address, size_bytes), staged in zip(buffers, ranges, self.addresses, strict=True):
-                if type(buffer) is tuple:
-                    check_readable(address, size_bytes)
+                if type(buffer) is tuple and size_bytes and not is_readable(address, size_bytes):
+                    if is_device_memory(address, library):
+                        return False
+                    raise InvalidArgument(
+                        "buffer", buffer, "memory of this process; some of it cannot be read here"
+                    )
                 ctypes.memmove(staged, address, size_bytes)
         except InvalidArgument:
             self.release()
             raise
+        return True
 
     @property
     def is_staged(self) -> bool:
@@ -173,11 +180,14 @@ class LocalMemory:
         exports: list[object] = []
         try:
             ranges = [span_to_read(buffer, exports) for buffer in buffers]
-            prepared = self._prepare(ranges, buffers)
-            if prepared.is_staged:
-                prepared.copy_in(buffers, ranges)
-            else:
-                prepared.keep(exports)
+            prepared = self._prepare(ranges)
+            if prepared.is_staged and prepared.copy_in(buffers, ranges):
+                return prepared
+            if prepared.is_staged:  # some of them are in a device's memory, which only a transfer reads
+                prepared.release()
+                prepared = RegisteredBuffers(self, prepared.sizes)
+                prepared.register(ranges)
+            prepared.keep(exports)
         except MooncakeError:
             exports.clear()  # the traceback would keep them
             raise
@@ -227,15 +237,13 @@ class LocalMemory:
             last = self._last = self.engine.region_of(address, size_bytes)
         return last is not None
 
-    def _prepare(
-        self, ranges: Sequence[tuple[int, int]], buffers: Sequence[Buffer] = ()
-    ) -> RegisteredBuffers:
+    def _prepare(self, ranges: Sequence[tuple[int, int]]) -> RegisteredBuffers:
         prepared = RegisteredBuffers(self, [size_bytes for _, size_bytes in ranges])
         if all(itertools.starmap(self.has, ranges)):
             prepared.addresses += [address for address, _ in ranges]
             return prepared
         total_bytes = sum(prepared.sizes)
-        if 0 < total_bytes <= STAGED_BYTES and not self._need_a_transfer(ranges, buffers):
+        if 0 < total_bytes <= STAGED_BYTES:
             staging = self._staging or self._allocate_staging()
             offset = self._free_range(total_bytes)
             if offset is not None:
@@ -243,17 +251,6 @@ class LocalMemory:
                 return prepared
         prepared.register(ranges)
         return prepared
-
-    def _need_a_transfer(self, ranges: Sequence[tuple[int, int]], buffers: Sequence[Buffer]) -> bool:
-        """Whether some of the buffers are in a device's memory, which the processor cannot copy.
-
-        Only an address can be one of such memory.
-        """
-        library = self.engine.settings.cuda_library
-        return any(
-            type(buffer) is tuple and size_bytes and is_device_memory(address, library)
-            for buffer, (address, size_bytes) in zip(buffers, ranges, strict=False)
-        )
 
     def _allocate_staging(self) -> Region:
         with self._lock:

@@ -11,8 +11,9 @@ import pytest
 
 from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.store.client.buffers import NUM_SLOTS, SLOT_BYTES, STAGED_BYTES, STAGING_BYTES, LocalMemory
-from mooncake.transfer import TransferEngine
-from mooncake.transfer.memory import check_mapped
+from mooncake.transfer import TransferEngine, TransferSettings
+from mooncake.transfer.memory import check_mapped, span_of
+from tests.contract import cuda_double
 
 
 @pytest.fixture
@@ -161,6 +162,50 @@ def test_an_address_that_is_memory_is_copied(memory: LocalMemory) -> None:
     with memory.source([(values.ctypes.data, 100), (0, 0)]) as prepared:
         assert prepared.is_staged
         assert ctypes.string_at(prepared.addresses[0], 100) == values.tobytes()
+
+
+def test_an_address_that_may_not_be_read_is_refused(memory: LocalMemory) -> None:
+    mapped = mmap.mmap(-1, 4096)
+    address = span_of(mapped)[0]
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), 0) == 0
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        memory.source([b"before", (address, 5)])
+    with contextlib.ExitStack() as stack:  # the staging region is free again
+        assert all(stack.enter_context(memory.source([b"x"])).is_staged for _ in range(NUM_SLOTS))
+
+
+def test_several_buffers_that_the_caller_registered_are_used_directly(memory: LocalMemory) -> None:
+    pool = memory.engine.allocate(4096)
+    spans = [(pool.address, 10), (pool.address + 50, 20)]
+    with memory.source(spans) as prepared:
+        assert not prepared.is_staged and prepared.addresses == [address for address, _ in spans]
+    with memory.source([*spans, b"elsewhere"]) as prepared:
+        assert prepared.is_staged
+    memory.engine.unregister(pool)
+
+
+@pytest.mark.parametrize("num_registered", [0, 1, 2])
+def test_small_buffers_of_a_device_are_not_copied_by_the_processor(num_registered: int) -> None:
+    if not cuda_double.built():
+        pytest.skip("the double of the CUDA driver is not built")
+    settings = TransferSettings(cuda_library=str(cuda_double.LIBRARY))
+    with TransferEngine(settings) as owner, TransferEngine(settings) as engine:
+        memory = LocalMemory(engine)
+        regions = [owner.allocate(4096, device="cuda:0") for _ in range(2)]
+        held = [engine.register((region.address, 4096)) for region in regions[:num_registered]]
+        for region in regions:
+            with memory.source([(region.address + 5, 10)]) as prepared:
+                assert prepared.addresses == [region.address + 5] and not prepared.is_staged
+        spans = [(region.address, 100) for region in regions]
+        with memory.source([b"host", *spans, (0, 0)]) as prepared:
+            assert prepared.addresses[1:3] == [address for address, _ in spans] and not prepared.is_staged
+            kinds = {region.address: region.kind for region in engine.regions.all()}
+            assert all(kinds[region.address] == "cuda:0" for region in regions)
+        assert len(engine.regions.all()) == num_registered + 1, "those of the caller, and the staging region"
+        for region in held:
+            engine.unregister(region)
+        memory.close()
 
 
 def test_a_read_only_buffer_that_is_refused_can_be_resized(memory: LocalMemory) -> None:
