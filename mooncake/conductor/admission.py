@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -716,6 +716,11 @@ class AdmissionController:
         return (
             f"<AdmissionController {self.rule} admitted={len(self._admitted)} rejected={self.num_rejected}>"
         )
+
+    @property
+    def request_ids(self) -> Collection[str]:
+        """Those that were admitted and have not ended."""
+        return self._admitted.keys()
 
     def knows(self, request_id: str) -> bool:
         """Whether the request was admitted and has not ended."""

@@ -19,7 +19,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from mooncake.conductor.admission import AdmissionResult, PoolCapacity
+from mooncake.conductor.admission import SOONEST_RETRY_S, AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.keyed_prompt import KeyedPrompt
@@ -72,8 +72,11 @@ from mooncake.conductor.prediction import (
 from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, PrefixMatch
 from mooncake.conductor.request_lifecycle import (
     ActivePlacement,
+    ObservedPlacement,
     RequestLifecycle,
+    bounded,
     candidates_of,
+    passed_over,
     prompt_blocks_of,
     refusal_of,
 )
@@ -82,17 +85,11 @@ from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import Refusal
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.machine import Wake
+from mooncake.prefix import BlockKey
 from mooncake.types import InstanceId, WorkerRole
 
 _STORY_LENGTH = 4000
 _REMEMBERED_BLOCKS = 1 << 20
-_MOST_S = 86_400.0
-"""Limit of durations that another process reports."""
-
-
-def _bounded(seconds: float, least: float = 0.0) -> float:
-    """A duration from another process, between ``least`` and a day; 0 for one that is no number."""
-    return min(max(seconds, least), _MOST_S) if seconds == seconds else 0.0
 
 
 class Conductor:
@@ -209,6 +206,8 @@ class Conductor:
             assert [pool.tolist() for pool in pools] == [pool.tolist() for pool in self._pools(role)]
         for request_id, placement in self.placements.items():
             assert (placement.expires_at, "expiry", request_id) in self._timers
+        expiring = {key for _, kind, key in self._timers if kind == "expiry"}
+        assert expiring.issuperset(self.lifecycle.admission.request_ids)
 
     # --- requests
 
@@ -247,15 +246,19 @@ class Conductor:
             decode = replace(decode, queue_s=queue_s, prefill_s=prefill_s, busy_s=prefill_s)
             decode.done_s = queue_s + prefill_s
         prediction = self._predicted(job, prefill or decode, decode.slot)
-        self._offer(event, (prefill or decode).busy_s or prediction.prefill_s, prediction, now)
+        is_new = self._offer(event, (prefill or decode).busy_s or prediction.prefill_s, prediction, now)
+        observed = self._observed(event, prefill or decode, now, job.matched)
         verdict = self._decide_admission(event, job, prefill or decode, decode.slot, prediction)
-        if event.needs_prefill:
+        if is_new:
             lacks = verdict.lacks if verdict is not None else None
             self.scaling.served(lacks or WorkerRole.PREFILL, lacks is not None)
         if verdict is not None and not verdict.is_admitted:
-            return [*effects, self._reject(event, job, prefill or decode, verdict, prediction)]
+            refuse = refusal_of(event.request_id, verdict, prediction)
+            self._record_story(now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
+            self.lifecycle.placed(event, refuse, observed, verdict, now)
+            return [*effects, refuse]
         decision = self._decide(event, job, prefill, decode, degraded, prediction)
-        self._note(event, decision, prefill or decode, verdict, now, job.matched)
+        self.lifecycle.placed(event, decision, observed, verdict, now)
         return [*effects, decision]
 
     def _decide_admission(
@@ -267,15 +270,17 @@ class Conductor:
         prompt, is_measured = job.keyed(job.num_cached(computing), self._block_tokens), self._is_measured
         return self.lifecycle.decide(event, prediction, busy_s, prompt, pools, is_measured, job.now)
 
-    def _offer(self, event: Place, busy_s: float, prediction: Prediction, now: float) -> None:
-        """Record the work of a request for the scaling signal, whether it is admitted or not."""
-        if not event.needs_prefill:
-            return
+    def _offer(self, event: Place, busy_s: float, prediction: Prediction, now: float) -> bool:
+        """Record the work of a request for the scaling signal, whether it is admitted or not. Returns whether
+        it is new: further choices, answers that move and retries of what was refused ask again and again."""
+        if not event.needs_prefill or not self.scaling.is_new(event.request_id):
+            return False
         settings, num_output = self._settings, prediction.output_tokens
         own_s = max(busy_s, prediction.ttft_s - prediction.queue_s)
         self.scaling.offered(busy_s, (event.slo_ttft_s or settings.slo_ttft_s) - own_s, now)
         slo_s = event.slo_tbt_s or settings.slo_tbt_s
         self.scaling.answer_offered(num_output, event.num_tokens + num_output / 2, slo_s, now)
+        return True
 
     def _scale(self, now: float) -> list[Effect]:
         """Have the numbers of instances decided that the pools should have."""
@@ -305,49 +310,25 @@ class Conductor:
         prefill, decode = (self._has_given_costs or fit.num_samples >= TRUSTED_SAMPLES for fit in fits)
         return prefill, decode
 
-    def _reject(
-        self,
-        event: Place,
-        job: PromptJob,
-        computing: InstanceChoice,
-        verdict: AdmissionResult,
-        prediction: Prediction,
-    ) -> Refuse:
-        refuse = refusal_of(event.request_id, verdict, prediction)
-        self._record_story(job.now, (event.request_id,), f"rejected {event.request_id}: {refuse.refusal}")
-        self._note(event, refuse, computing, verdict, job.now, job.matched)
-        return refuse
-
-    def _note(
-        self,
-        event: Place,
-        outcome: Decision | Refuse,
-        computing: InstanceChoice | None,
-        verdict: AdmissionResult | None,
-        now: float,
-        matched: PrefixMatch | None = None,
-    ) -> None:
-        """Remember the decision for later explanations."""
+    def _observed(
+        self, event: Place, computing: InstanceChoice | None, now: float, matched: PrefixMatch | None
+    ) -> ObservedPlacement | None:
+        """What later explanations show, as it is before the decision changes the index and the accounts."""
         if not self.lifecycle.explainer.is_on:
-            return
+            return None
         if matched is None:
             matched = self.index.match(event.keys[: event.num_tokens // self._block_tokens])
         self.index.removal_log.note_prompt(matched.keys, event.bare_keys[: len(matched.keys)])
         where = self.cluster.names[computing.slot] if computing is not None else ""
         prompt = prompt_blocks_of(event, matched, self.index, where, now)
-        candidate_set = candidates_of(self.cluster.names, computing, self._not_weighed(event.exclude))
-        self.lifecycle.placed(event, outcome, candidate_set, prompt, verdict, now)
-
-    def _not_weighed(self, exclude: list[InstanceId]) -> Iterator[tuple[InstanceId, str]]:
-        """Instances that could not be chosen, and why."""
-        num_ready = sum(len(self._pools_of(role)[0]) for role in WorkerRole)
-        if not exclude and num_ready == len(self.instances):
-            return
-        for one in self.instances.values():
-            if one.id in exclude:
-                yield one.id, "excluded: it failed this request before, or a proxy does not allow it"
-            elif not one.may_be_chosen or one.health is not Health.READY:
-                yield one.id, f"{one.state}: {one.detail}"
+        ready, names = np.concatenate([self._pools_of(role)[0] for role in WorkerRole]), self.cluster.names
+        full, limit = [], self._settings.max_requests_per_instance
+        if len(self.placements) >= limit:
+            full = [names[slot] for slot in self._with_room(ready, is_full=True).tolist()]
+        unready = self.instances.values() if len(ready) < len(self.instances) else ()
+        exclude = [name for name in event.exclude if name in self.instances]
+        others = passed_over(exclude, full, limit, unready)
+        return ObservedPlacement(candidates_of(names, computing, others), prompt)
 
     def _pools_with(self, decode: int) -> PoolCapacity:
         """The capacity of both pools; every decode instance is assumed to be like this one."""
@@ -409,16 +390,18 @@ class Conductor:
         self, role: WorkerRole, policy: Policy, job: PromptJob, exclude: dict[InstanceId, None]
     ) -> InstanceChoice | None:
         """The policy's choice among ready instances, else among suspects, else None."""
-        limit = self._settings.max_requests_per_instance
         for pool in self._pools_of(role):
             eligible = self._without(pool, exclude)
-            if len(self.placements) >= limit:  # with fewer placements no instance can have so many
-                has_room = self.loads.num_requests.take(eligible) < limit
-                if np.count_nonzero(has_room) < len(eligible):
-                    eligible = eligible[has_room]
+            if len(self.placements) >= self._settings.max_requests_per_instance:  # else none can have so many
+                eligible = self._with_room(eligible)
             if len(eligible):
                 return policy(self.cluster, job, eligible)
         return None
+
+    def _with_room(self, pool: Slots, is_full: bool = False) -> Slots:
+        """Those that may get one more request, or with ``is_full`` those that may not."""
+        is_one = (self.loads.num_requests.take(pool) >= self._settings.max_requests_per_instance) == is_full
+        return pool if np.count_nonzero(is_one) == len(pool) else pool[is_one]
 
     def _without(self, pool: Slots, exclude: dict[InstanceId, None]) -> Slots:
         for instance in exclude:
@@ -544,17 +527,16 @@ class Conductor:
         self, event: Place, exclude: dict[InstanceId, None], full: WorkerRole | None, now: float
     ) -> Refuse:
         """``full``: the role whose instances all have as many requests as they may; None: none is ready."""
-        if event.needs_prefill:  # further choices, and answers that move, ask again and again
-            num_tokens = event.num_tokens
-            prefill_s = self.predict.prefill.common.expected(prefill_terms(0, num_tokens))
-            num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
-            self._offer(event, prefill_s, Prediction(ttft_s=prefill_s, output_tokens=num_output), now)
-            if full is not None:
-                self.scaling.served(full, True)
+        prefill_s = self.predict.prefill.common.expected(prefill_terms(0, event.num_tokens))
+        num_output = self.predict.lengths.expected(event.scope, event.max_output_tokens)
+        work = Prediction(ttft_s=prefill_s, output_tokens=num_output)
+        if self._offer(event, prefill_s, work, now) and full is not None:
+            self.scaling.served(full, True)
         if full is not None:
             # The next place is free when the first of so many requests ends.
             ready = self._ready(full, exclude)
-            wait_s = self._mean_duration_s / max(1.0, float(self.loads.num_requests[ready].sum()))
+            num_there = float(self.loads.num_requests[ready].sum())
+            wait_s = max(SOONEST_RETRY_S, self._mean_duration_s / max(1.0, num_there))
             limit = self._settings.max_requests_per_instance
             refusal = Refusal(
                 "overloaded", f"all ready {full} instances ({len(ready)}) have {limit} requests"
@@ -565,7 +547,7 @@ class Conductor:
             refusal = Refusal("no_instance", f"no instance can serve: {states or 'none was added'}")
         self._record_story(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
         refuse = Refuse(event.request_id, refusal, wait_s)
-        self._note(event, refuse, None, None, now)
+        self.lifecycle.placed(event, refuse, self._observed(event, None, now, None), None, now)
         return refuse
 
     # --- what several conductors share
@@ -620,16 +602,17 @@ class Conductor:
                 yield Assumed(instance, keys[first : first + num_keys])
 
     def _placed(self, event: Placed, now: float) -> list[Effect]:
+        event = bounded(event)
         place, decision = event.place, event.decision
         request_id, effects = place.request_id, list[Effect]()
         known = self.placements.get(request_id)
         if known is not None and (known.prefill, known.decode) != (decision.prefill, decision.decode):
             effects, known = self._release(request_id, now), None
-        if known is None and _bounded(event.age_s) < place.lifetime_s:
+        if known is None and event.age_s < place.lifetime_s:
             self._enter(event, now)
             if event.age_s < INTERVAL_S:  # older ones arrived long before they were reported
                 prediction = self.placements[request_id].prediction
-                self._offer(place, _bounded(prediction.prefill_s), prediction, now)
+                self._offer(place, prediction.prefill_s, prediction, now)
         computing = self.instances.get(decision.prefill or decision.decode)
         if event.is_prefilled and computing is not None:
             self.loads.end_prompt(computing.slot, request_id, now)
@@ -640,9 +623,9 @@ class Conductor:
         return effects
 
     def _enter(self, event: Placed, now: float) -> None:
-        """Enter a placement that was decided elsewhere; numbers of another process are kept within bounds."""
+        """Enter a placement that was decided elsewhere."""
         place, decision = event.place, event.decision
-        request_id, placed_at = place.request_id, now - _bounded(event.age_s)
+        request_id, placed_at = place.request_id, now - event.age_s
         computing = self.instances.get(decision.prefill or decision.decode)
         decode = self.instances.get(decision.decode)
         prediction = decision.prediction or Prediction()
@@ -652,11 +635,10 @@ class Conductor:
             if computing is not None:
                 queue_s, prefill_s = self.cluster.estimate(self._job(place, now), computing.slot)
                 prediction = msgspec.structs.replace(prediction, queue_s=queue_s, prefill_s=prefill_s)
-        prefill_s = _bounded(prediction.prefill_s)
+        prefill_s = prediction.prefill_s
         if computing is not None and place.needs_prefill and not event.is_prefilled:
             num_computed = max(0, place.num_tokens - decision.num_cached_tokens)
-            turn = now + _bounded(decision.turn, -_MOST_S)
-            slot, prompt = computing.slot, KeyedPrompt(place.keys)
+            turn, slot, prompt = now + decision.turn, computing.slot, KeyedPrompt(place.keys)
             self.loads.add_prompt(slot, request_id, prefill_s, num_computed, turn, now, prompt)
         if decode is not None:
             num_tokens = place.num_tokens + prediction.output_tokens // 2
@@ -664,7 +646,7 @@ class Conductor:
             if not self.lifecycle.is_admitting_all:
                 pools = self._pools_with(decode.slot)
                 self.lifecycle.placed_elsewhere(place, prediction, prefill_s, pools, self._is_measured, now)
-        expires_at = placed_at + _bounded(place.lifetime_s)
+        expires_at = placed_at + place.lifetime_s
         placement = ActivePlacement(
             decision.prefill, decision.decode, placed_at, expires_at, place, prediction
         )
@@ -699,9 +681,7 @@ class Conductor:
 
     def _assumed(self, event: Assumed, now: float) -> list[Effect]:
         if event.instance in self.instances:
-            dropped = self.inferred_blocks.note(event.instance, event.keys[::-1])
-            self.index.store(event.instance, event.keys)
-            self.index.remove(event.instance, dropped, reason="assumed", now=now)
+            self._infer(event.instance, event.keys[::-1], now)
         return []
 
     # --- facts about requests
@@ -818,7 +798,8 @@ class Conductor:
             self._record_story(now, (instance.id,), f"{instance.id} is {instance.state}: {instance.detail}")
             if instance.health is Health.READY:
                 if health is not Health.SUSPECT:
-                    self.loads.became_ready(instance.slot, now)
+                    others = self._ready(instance.role, {instance.id: None})
+                    self.loads.became_ready(instance.slot, now, others)
                 # Also after a short absence: it may have been restarted in between.
                 effects.append(Watch(instance.id))
                 instance.is_watched = True
@@ -847,7 +828,11 @@ class Conductor:
                     effects.append(self._probe(instance, now))
             else:
                 placement = self.placements.get(key)
-                if placement is not None and placement.expires_at == at:
+                # Without a placement: it was admitted, and then no instance was left for it.
+                is_due = (
+                    self.lifecycle.admission.knows(key) if placement is None else placement.expires_at == at
+                )
+                if is_due:
                     self._record_story(now, (key,), f"expired {key}: its end was not reported in time")
                     self.lifecycle.finished(Finished(key), now)
                     effects += self._release(key, now)
@@ -855,9 +840,17 @@ class Conductor:
 
     def _drop_stale_timers(self) -> None:
         """Drop timers of ended requests, of which the heap would otherwise hold an hour."""
-        if len(self._timers) < 1024 + 4 * (len(self.placements) + len(self.instances)):
+        admission, placements = self.lifecycle.admission, self.placements
+        if len(self._timers) < 1024 + 4 * (
+            len(placements) + len(self.instances) + len(admission.request_ids)
+        ):
             return
-        live = [(one.expires_at, "expiry", key) for key, one in self.placements.items()]
+        live = [(one.expires_at, "expiry", key) for key, one in placements.items()]
+        live += [
+            one
+            for one in self._timers
+            if one[1] == "expiry" and one[2] not in placements and admission.knows(one[2])
+        ]
         for instance in self.instances.values():
             if instance.next_probe_at is not None:
                 live.append((instance.next_probe_at, "probe", instance.id))
@@ -869,7 +862,7 @@ class Conductor:
     def _blocks_stored(self, event: BlocksStored, now: float) -> list[Effect]:
         if event.instance == POOL and self._pool_slot < 0:
             self._pool_slot = self._slot_of(POOL)
-            self.cluster.names[self._pool_slot] = POOL
+            self.cluster.set_name(self._pool_slot, POOL)
             self._members_changed()
         if event.instance in self.instances or event.instance == POOL:
             self.index.store(event.instance, event.keys, event.tier, event.scope)
@@ -904,10 +897,12 @@ class Conductor:
     def _assume(self, instance: InstanceId, event: Place, now: float) -> None:
         """Infer that an instance without KV events holds the blocks of a prompt that it was given."""
         if self.instances[instance].is_silent or event.is_text:
-            keys = event.keys[: event.num_tokens // self._block_tokens]
-            dropped = self.inferred_blocks.note(instance, keys)
-            self.index.store(instance, keys)
-            self.index.remove(instance, dropped, reason="assumed", now=now)
+            self._infer(instance, event.keys[: event.num_tokens // self._block_tokens], now)
+
+    def _infer(self, instance: InstanceId, keys: Sequence[BlockKey], now: float) -> None:
+        kept, dropped = self.inferred_blocks.note(instance, keys)
+        self.index.store(instance, kept)
+        self.index.remove(instance, dropped, reason="assumed", now=now)
 
     # --- membership
 
@@ -923,7 +918,7 @@ class Conductor:
         effects = self._drop(known, "changes its role", now) if known is not None else []
         instance = Instance(event.instance, event.role, self._slot_of(event.instance))
         self.instances[event.instance] = instance
-        self.cluster.names[instance.slot] = instance.id
+        self.cluster.set_name(instance.slot, instance.id)
         self.loads.capacity_tokens[instance.slot] = event.kv_tokens or np.inf
         self.scaling.started(now)
         self._members_changed()
@@ -937,12 +932,10 @@ class Conductor:
 
     def _grow(self) -> None:
         """The index gives slots out; all columns are as long as its arrays."""
-        added = self.index.num_slots - self.loads.num_slots
-        if added:
+        if self.index.num_slots > self.loads.num_slots:
             self.loads.grow(self.index.num_slots)
             self.predict.grow(self.index.num_slots)
-            self.cluster.names += [""] * added
-            self.cluster.turns = np.append(self.cluster.turns, np.zeros(added))
+            self.cluster.grow(self.index.num_slots)
 
     def _members_changed(self) -> None:
         self._choosable.clear()
@@ -979,8 +972,7 @@ class Conductor:
         del self.instances[instance.id]
         self.index.forget(instance.id, reason, now)
         self.inferred_blocks.forget(instance.id)
-        self.cluster.names[instance.slot] = ""
-        self.cluster.turns[instance.slot] = 0.0
+        self.cluster.set_name(instance.slot, "")
         self.loads.forget(instance.slot)
         self.predict.forget(instance.slot)
         self.cluster.handovers.forget(instance.slot)

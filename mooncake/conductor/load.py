@@ -99,7 +99,10 @@ class LoadAccounts:
         self.num_requests: Floats = np.empty(0)
         "Requests whose prompt waits or is computed here, or that decode here or are about to."
         self.num_placed: Floats = np.empty(0)
-        "Requests ever placed here, for breaking ties."
+        "Requests ever placed here."
+        self.tie_order: Floats = np.empty(0)
+        """The same for breaking ties: an instance that joins continues from the others' least number. If it
+        began at 0, it would get all ties until it had served as many as they ever did."""
         self.batch_size: Floats = np.empty(0)
         self.context_tokens: Floats = np.empty(0)
         "Context tokens of the batch, including requests about to join."
@@ -120,13 +123,14 @@ class LoadAccounts:
         "queued_tokens",
         "num_requests",
         "num_placed",
+        "tie_order",
         "batch_size",
         "context_tokens",
         "capacity_tokens",
         "sharing",
         "ready_since",
     )
-    _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 1.0, -math.inf)
+    _EMPTY = (-math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 1.0, -math.inf)
 
     @property
     def num_slots(self) -> int:
@@ -240,6 +244,7 @@ class LoadAccounts:
         """Count a request once on an instance that both computes its prompt and decodes it."""
         self.num_requests[slot] += is_new
         self.num_placed[slot] += is_new
+        self.tie_order[slot] += is_new
 
     def end_decode(self, slot: int, request_id: str) -> None:
         num_tokens = self._decodes[slot].pop(request_id, None)
@@ -265,8 +270,11 @@ class LoadAccounts:
 
     # --- new instances
 
-    def became_ready(self, slot: int, now: float) -> None:
+    def became_ready(self, slot: int, now: float, others: Slots) -> None:
+        """``others``: instances of its role that were ready before."""
         self.ready_since[slot] = self.newest_at = now
+        if len(others):
+            self.tie_order[slot] = max(self.tie_order[slot], self.tie_order[others].min())
 
     def shares(self, slots: Slots, now: float, slow_start_s: float) -> Floats | None:
         """The part of a full share of work for each slot now: 0.1 rising to 1; None when all get 1."""

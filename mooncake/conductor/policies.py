@@ -59,6 +59,21 @@ class ClusterView:
     turns: Floats = field(default_factory=lambda: np.empty(0))
     "Credits of ``round_robin`` by slot."
     handovers: HandoverWindows = field(default_factory=HandoverWindows)
+    name_hashes: NDArray[np.uint64] = field(init=False)
+    "Hashes of ``names``, the same in every process: conductors must agree where a session goes."
+
+    def __post_init__(self) -> None:
+        self.name_hashes = np.array([_hash(name) for name in self.names], np.uint64)
+
+    def grow(self, num_slots: int) -> None:
+        added = num_slots - len(self.names)
+        self.names += [""] * added
+        self.name_hashes = np.append(self.name_hashes, np.zeros(added, np.uint64))
+        self.turns = np.append(self.turns, np.zeros(added))
+
+    def set_name(self, slot: int, name: InstanceId) -> None:
+        """Give a slot to another instance; empty: to none."""
+        self.names[slot], self.name_hashes[slot], self.turns[slot] = name, _hash(name), 0.0
 
     def estimate(self, job: PromptJob, slot: int) -> tuple[float, float]:
         """Seconds until an instance has computed its queue, and seconds it takes to compute this prompt."""
@@ -262,7 +277,7 @@ def decode_by_load(cluster: ClusterView, job: PromptJob, slots: Slots) -> Instan
     score = shared(cluster, job, slots, running + 1)
     equals = (score == score.min()).nonzero()[0]
     # Both in one number: blocks first, then fewest requests served.
-    order = job.cached[slots[equals]] * 1e9 - cluster.loads.num_placed[slots[equals]]
+    order = job.cached[slots[equals]] * 1e9 - cluster.loads.tie_order[slots[equals]]
     best = int(equals[order.argmax()])
     return InstanceChoice(int(slots[best]), f"fewest running: {running[best]:.0f}")
 
@@ -307,7 +322,7 @@ def _shortest_step(
     best = int(score.argmin())
     equals = (score <= score[best] * (1 + 1e-9)).nonzero()[0]
     if len(equals) > 1:
-        order = job.cached[slots[equals]] * 1e9 - loads.num_placed[slots[equals]]
+        order = job.cached[slots[equals]] * 1e9 - loads.tie_order[slots[equals]]
         best = int(equals[order.argmax()])
     slot = int(slots[best])
     reason = f"shortest step: {step[best] * 1000:.1f} ms with {loads.batch_size[slot]:.0f} others"
@@ -341,7 +356,7 @@ def least_used(cluster: ClusterView, slots: Slots, score: Floats) -> int:
     if len(equals) == 1:
         return best
     loads, tied = cluster.loads, slots[equals]
-    return int(equals[(loads.num_requests[tied] * 1e12 + loads.num_placed[tied]).argmin()])
+    return int(equals[(loads.num_requests[tied] * 1e12 + loads.tie_order[tied]).argmin()])
 
 
 def ranked(cluster: ClusterView, job: PromptJob, slots: Slots, done: Floats) -> tuple[Floats, int, str]:
@@ -385,6 +400,8 @@ def chosen_at(
         else:
             closest = score.argpartition(NUM_CONSIDERED)[:NUM_CONSIDERED]
             closest = closest[score[closest].argsort()]
+            if best not in closest:  # an affinity hint points to it
+                closest[-1] = best
         near = slots[closest]
         choice.considered = CandidateColumns(
             near,
@@ -407,13 +424,22 @@ def _alone(cluster: ClusterView, job: PromptJob, slots: Slots, best: int, reason
 def _preferred(cluster: ClusterView, affinity: str, slots: Slots) -> int:
     """Position of the instance that the affinity hint points to.
 
-    Highest random weight hashing: stable when other instances come and go, and needs no memory.
+    Highest random weight hashing: stable when other instances come and go, and needs no memory. A column of
+    hashes is mixed with the hint's: to hash each pair of names takes milliseconds for a thousand instances.
     """
+    return int(_mixed(cluster.name_hashes.take(slots) ^ np.uint64(_hash(affinity))).argmax())
 
-    def weight(position: int) -> bytes:
-        return hashlib.sha256(f"{affinity}\0{cluster.names[slots[position]]}".encode()).digest()
 
-    return max(range(len(slots)), key=weight)
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each number's bits spread over all of them: the end of SplitMix64 (Steele et al., "Fast splittable
+    pseudorandom number generators", 2014)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
 # --- sources of a prompt's blocks
@@ -629,7 +655,8 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     done, price = split.done, LOAD_PRICE * split.moving
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
     score, best, why = ranked(cluster, job, slots, score)
-    choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, split.begun + split.moving)
+    fetch = np.where(split.part > 0, split.begun + split.moving, 0.0)
+    choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, fetch)
     choice.turn, choice.least_s = float(turns[choice.slot]), compute_s
     part = float(split.part[best])
     if part > 0:

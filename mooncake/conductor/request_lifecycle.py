@@ -9,20 +9,23 @@ simulator needs.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from mooncake.conductor.admission import AdmissionController, AdmissionRequest, AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import CandidateSet, Explainer, Explanation, PromptBlocks
+from mooncake.conductor.health import Health, Instance
 from mooncake.conductor.keyed_prompt import KeyedPrompt
 from mooncake.conductor.messages import (
     AdmissionStatus,
     Decision,
     Finished,
     Place,
+    Placed,
     Prediction,
     Prefilled,
     Refuse,
@@ -35,6 +38,46 @@ from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId
 
 _MAX_OTHERS = 8
+_MOST_S = 86_400.0
+"""Limit of durations that another process reports."""
+_MOST_TOKENS = 1 << 32
+"""Limit of its numbers of tokens."""
+
+
+def bounded(event: Placed) -> Placed:
+    """A placement as another process reports it, with all numbers within what the accounts can take: what is
+    no number, or too large a one, would fail halfway and stay in some of them."""
+    place, decision, prediction = event.place, event.decision, event.decision.prediction
+    if prediction is not None:
+        prediction = Prediction(
+            _duration(prediction.queue_s),
+            _duration(prediction.fetch_s),
+            _duration(prediction.prefill_s),
+            _duration(prediction.ttft_s),
+            _duration(prediction.tbt_s),
+            _tokens(prediction.output_tokens),
+        )
+    place = msgspec.structs.replace(
+        place,
+        num_tokens=_tokens(place.num_tokens),
+        lifetime_s=_duration(place.lifetime_s),
+        slo_ttft_s=_duration(place.slo_ttft_s),
+        slo_tbt_s=_duration(place.slo_tbt_s),
+    )
+    turn, num_cached = _duration(decision.turn, -_MOST_S), _tokens(decision.num_cached_tokens)
+    decision = msgspec.structs.replace(
+        decision, turn=turn, num_cached_tokens=num_cached, prediction=prediction
+    )
+    return msgspec.structs.replace(event, place=place, decision=decision, age_s=_duration(event.age_s))
+
+
+def _duration(seconds: float, least: float = 0.0) -> float:
+    """Between ``least`` and a day; 0 for one that is no number."""
+    return min(max(seconds, least), _MOST_S) if seconds == seconds else 0.0
+
+
+def _tokens(number: int) -> int:
+    return min(max(number, 0), _MOST_TOKENS)
 
 
 class ActivePlacement(msgspec.Struct):
@@ -48,6 +91,13 @@ class ActivePlacement(msgspec.Struct):
     prediction: Prediction
     is_refused: bool = False
     "It was refused when its prompt was computed. Its account stays until its end is reported."
+
+
+class ObservedPlacement(NamedTuple):
+    """What was to choose from when a request was placed, and who held its prompt."""
+
+    candidate_set: CandidateSet
+    prompt: PromptBlocks
 
 
 class RequestLifecycle:
@@ -120,13 +170,14 @@ class RequestLifecycle:
         self,
         event: Place,
         outcome: Decision | Refuse,
-        candidate_set: CandidateSet,
-        prompt: PromptBlocks,
+        observed: ObservedPlacement | None,
         verdict: AdmissionResult | None,
         now: float,
     ) -> None:
-        """Record that a request was placed or refused; see ``Explainer.placed``."""
-        self.explainer.placed(event, outcome, candidate_set, prompt, self.admission.rule, verdict, now)
+        """Record that a request was placed or refused; see ``Explainer.placed``. ``observed`` None: it won't
+        be explained."""
+        if observed is not None:
+            self.explainer.placed(event, outcome, *observed, self.admission.rule, verdict, now)
 
     def prefilled(self, event: Prefilled, pools: Callable[[], PoolCapacity], now: float) -> Refuse | None:
         """Record that a prompt is computed; the paper's rules may still reject its request."""
@@ -195,6 +246,24 @@ def prompt_blocks_of(
     for scope in index.scopes_of(event.keys[0], KEY_PREFIX):
         prompt.pools[scope] = index.match(event.keys[:num_blocks], scope).num_held
     return prompt
+
+
+def passed_over(
+    exclude: Sequence[InstanceId],
+    full: Sequence[InstanceId],
+    limit: int,
+    instances: Iterable[Instance],
+) -> Iterator[tuple[InstanceId, str]]:
+    """Instances that could not be chosen, and why: the request excludes them, they are ``full`` with
+    ``limit`` requests, or they are those of ``instances`` that are not ready."""
+    for name in dict.fromkeys(exclude):
+        yield name, "excluded: it failed this request before, or a proxy does not allow it"
+    for name in full:
+        if name not in exclude:
+            yield name, f"full: it has {limit} requests, as many as it may"
+    for one in instances:
+        if one.id not in exclude and not (one.may_be_chosen and one.health is Health.READY):
+            yield one.id, f"{one.state}: {one.detail}"
 
 
 def candidates_of(

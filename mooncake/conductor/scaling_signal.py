@@ -30,7 +30,7 @@ for a while. The number that was too few is remembered, so that the window's end
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -72,6 +72,8 @@ _CLEARED_S = 60.0
 """A queue that is too long adds an instance unless it is over within this time at its present pace."""
 _NUM_BEHIND = 5
 _REMEMBERED_S = 3600.0
+_MOST_RECORDED = 1 << 16
+"""Requests that are recognized when they ask again."""
 
 
 class ScalingStatus(msgspec.Struct, frozen=True):
@@ -348,7 +350,7 @@ class _Pool:
         self.too_few: _TooFew | None = None
 
     def most(self, there: PoolNow) -> int:
-        """One more than can be desired in the next step: more need not be told apart."""
+        """One more than can be desired in the next step: how many more are needed changes nothing."""
         return _step(max([there.num_serving + there.num_starting, *(num for _, num in self.past)])) + 1
 
 
@@ -367,10 +369,21 @@ class ScalingSignal:
         self._due_at: float | None = None
         self._stood_at = -math.inf
         "When a queue was last too long for a while: answers that began before are late because of it."
+        self._recorded: OrderedDict[str, None] = OrderedDict()
 
     def deadline(self) -> float | None:
         """When ``decide`` is due; None while there are no pools."""
         return self._due_at
+
+    def is_new(self, request_id: str) -> bool:
+        """Whether a request was not recorded yet; from now on it is. One that was refused may ask many times
+        in a second, and is no more work and no more behind than if it asked once."""
+        if request_id in self._recorded:
+            return False
+        self._recorded[request_id] = None
+        if len(self._recorded) > _MOST_RECORDED:
+            self._recorded.popitem(last=False)
+        return True
 
     def offered(self, prefill_s: float, wait_s: float, now: float) -> None:
         """Record a prompt that takes ``prefill_s`` of an instance, whether it is admitted or not; ``wait_s``:
@@ -434,6 +447,7 @@ class ScalingSignal:
     def check(self) -> None:
         self._prompts.check()
         self._answers.check()
+        assert len(self._recorded) <= _MOST_RECORDED
         for pool in self._pools.values():
             assert pool.desired >= 0 and pool.num_behind <= pool.num_seen
             assert all(num >= 1 for _, num in [*pool.wants, *pool.past])

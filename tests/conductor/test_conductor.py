@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.conductor.conductor import Conductor
+from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import ProbeOutcome
 from mooncake.conductor.messages import (
     POOL,
@@ -184,6 +185,20 @@ def test_a_restarted_instance_starts_slowly_and_a_suspect_does_not() -> None:
     assert conductor.loads.ready_since[p2] == 20.0
 
 
+def test_an_instance_that_joins_later_does_not_get_all_ties(conductor: Conductor) -> None:
+    add(conductor, "d1", "d2")
+    for number in range(20):
+        decided(conductor, f"r{number}")
+        conductor.handle(Finished(f"r{number}"), 1.0)
+    add(conductor, "d3", now=1.0)
+    later = []
+    for number in range(9):
+        later.append(decided(conductor, f"s{number}").decode)
+        conductor.handle(Finished(f"s{number}"), 1.0)
+    assert {name: later.count(name) for name in later} == {"d1": 3, "d2": 3, "d3": 3}
+    assert [row.num_placed for row in conductor.status()] == [13, 13, 3]
+
+
 def test_predictions_are_compared_with_measurements(conductor: Conductor) -> None:
     add(conductor, "p1", "d1")
     decision = decided(conductor, "r", num_tokens=6400)
@@ -324,6 +339,24 @@ def test_full_instances_refuse_with_a_computed_pause(conductor: Conductor) -> No
     decided(conductor, "r4", now=101.0)
     later = place(conductor, "late", now=101.0)
     assert isinstance(later, Refuse) and later.retry_after_s > refuse.retry_after_s
+
+
+def test_a_refused_request_that_asks_again_is_no_more_work_and_waits_a_while(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    for number in range(4):
+        conductor.handle(Place(f"r{number}", 64), 0.0)
+        conductor.handle(Finished(f"r{number}", 5, 0.001, 0.001, True), 0.001)
+        conductor.handle(Place(f"r{number}", 64), 0.002)
+    conductor._mean_duration_s = 0.001
+    measured = conductor.scaling._prompts.measure(10.0)
+    refused = [place(conductor, "late", now=10.0) for _ in range(50)]
+    assert all(isinstance(one, Refuse) and one.retry_after_s >= 0.05 for one in refused)
+    after = conductor.scaling._prompts.measure(10.0)
+    assert measured.rate < after.rate == pytest.approx(measured.rate * 5 / 4, rel=0.01)
+    conductor.handle(Wake(), 20.0)
+    other = [place(conductor, f"other{number}", now=20.0) for number in (1, 1, 1, 2)]
+    assert all(isinstance(one, Refuse) for one in other)
+    assert conductor.scaling._pools[WorkerRole.DECODE].num_behind == 2
 
 
 def refused_late(has_begun: bool) -> tuple[Conductor, list[Any]]:
@@ -520,6 +553,24 @@ def test_a_request_without_a_reported_end_expires(conductor: Conductor) -> None:
     assert "its end was not reported" in conductor.story("r")[-1]
 
 
+def test_an_admitted_request_that_no_instance_is_left_for_expires() -> None:
+    """Its gateway may be gone: nothing else would end its place in the forecasts."""
+    conductor = Conductor(SchedulingSettings(admission="goodput", slow_start_s=0.0), Random(0))
+    add(conductor, "d1")
+    decided(conductor, lifetime_s=30.0, now=1.0)
+    conductor.handle(Prefilled("r"), 2.0)
+    assert isinstance(place(conductor, exclude=["d1"], lifetime_s=30.0, now=3.0), Refuse)
+    admission = conductor.lifecycle.admission
+    assert not conductor.placements and admission.knows("r"), "it is not decided again when it asks again"
+    for number in range(2000):  # enough for timers to be dropped
+        conductor.handle(Place(f"r{number}", 64), 3.0)
+        conductor.handle(Finished(f"r{number}"), 3.0)
+    conductor.check()
+    conductor.handle(Wake(), 32.0)
+    assert not admission.knows("r") and admission.decode_forecast.decoding.num_requests == 0
+    conductor.check()
+
+
 def test_ended_requests_leave_no_timers(conductor: Conductor) -> None:
     add(conductor, "p1", "d1")
     for number in range(5000):
@@ -624,6 +675,44 @@ def test_the_pool_is_a_source_but_serves_no_requests(conductor: Conductor) -> No
     assert conductor.index.matches(KEYS, "kv/0") == {}
 
 
+# --- explanations
+
+
+def explained(conductor: Conductor, request_id: str) -> Explanation:
+    found = conductor.explain(request_id, lambda _: "", 5.0)
+    assert found is not None
+    return found
+
+
+def test_an_explanation_shows_the_index_as_it_was_before_the_decision(conductor: Conductor) -> None:
+    """What a silent instance is assumed to hold because of it, it did not hold before."""
+    add(conductor, "d1", "d2", "d3")
+    conductor.handle(Silent("d1"), 0.0)
+    conductor.handle(BlocksStored("d2", KEYS[:2]), 0.0)
+    conductor.handle(BlocksStored("d3", KEYS[2:]), 0.0)
+    decided(conductor, keys=KEYS, exclude=["d2", "d3"])
+    assert conductor.index.matches(KEYS)["d1"] == len(KEYS)
+    blocks = [(one.verdict, one.where, one.num) for one in explained(conductor, "r").blocks]
+    assert blocks == [("elsewhere", "d2", 2), ("never_stored", "", 2)]
+
+
+def test_an_explanation_names_instances_that_are_full(conductor: Conductor) -> None:
+    add(conductor, "d1", "d2")
+    for number in range(4):
+        decided(conductor, f"r{number}", exclude=["d2"])
+    decided(conductor, "last")
+    [chosen, full] = explained(conductor, "last").candidates
+    assert (chosen.instance, chosen.why_not) == ("d2", "")
+    assert full.instance == "d1" and "full: it has 4 requests" in full.why_not
+    decided(conductor, "excluding", exclude=["d1", "unknown"])
+    assert [one.why_not[:8] for one in explained(conductor, "excluding").candidates] == ["", "excluded"]
+    for number in range(4):
+        place(conductor, f"s{number}")
+    refused = explained(conductor, "s3")
+    assert [one.instance for one in refused.candidates] == ["d1", "d2"] and refused.state == "refused"
+    assert all("full" in one.why_not for one in refused.candidates)
+
+
 # --- engines that are not our workers
 
 
@@ -641,6 +730,21 @@ def test_an_instance_without_events_is_assumed_to_hold_its_prompts(conductor: Co
     conductor.handle(BlocksCleared("p1"), 2.0)  # its events are followed now
     place(conductor, "r4", keys=KEYS, exclude=["p2"])
     assert "p1" not in conductor.index.matches(KEYS)
+
+
+def test_no_more_is_assumed_than_an_instance_can_keep() -> None:
+    for limit in (0, 2):
+        conductor = Conductor(SchedulingSettings(block_tokens=16, assumed_tokens=16 * limit), Random(0))
+        add(conductor, "d1")
+        conductor.handle(Silent("d1"), 0.0)
+        for number in range(20):
+            keys = list(range(10 * number, 10 * number + 4))
+            decided(conductor, f"r{number}", keys=keys)
+            conductor.handle(Finished(f"r{number}"), 1.0)
+        conductor.handle(Assumed("d1", list(range(1000, 1009))), 2.0)
+        assert conductor.index.num_blocks == limit
+        assert all(len(assumed.keys) == limit for assumed in conductor.assumptions(100))
+        conductor.check()
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -722,14 +826,27 @@ def test_a_placement_of_another_conductor_expires(conductor: Conductor) -> None:
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -5.0, 1e300])
-def test_numbers_of_another_conductor_are_bounded(conductor: Conductor, seconds: float) -> None:
+@pytest.mark.parametrize("field", ["prefill_s", "ttft_s", "tbt_s", "queue_s"])
+def test_numbers_of_another_conductor_are_bounded(seconds: float, field: str) -> None:
+    conductor = Conductor(SchedulingSettings(slow_start_s=0.0), Random(0), CostModels())
     add(conductor, "d1")
-    decision = Decision("r", None, "d1", "", 999, prediction=Prediction(prefill_s=seconds), turn=seconds)
-    conductor.handle(Placed(Place("r", 64), decision, age_s=seconds), 1.0)
+    prediction = Prediction(**{field: seconds}, output_tokens=2**63)
+    decision = Decision("r", None, "d1", "", 999, prediction=prediction, turn=seconds)
+    sizes: dict[str, Any] = {
+        "num_tokens": 2**63,
+        "slo_ttft_s": seconds,
+        "slo_tbt_s": seconds,
+        "lifetime_s": 1e9,
+    }
+    conductor.handle(Placed(Place("r", **sizes), decision, age_s=seconds), 1.0)
     conductor.check()
     decided(conductor, "other")
     conductor.handle(Finished("r"), 2.0)
     assert conductor.status()[0].num_requests == 1
+    conductor.handle(Wake(), 10.0)
+    conductor.handle(Wake(), 1e6)
+    assert conductor.status()[0].num_requests == 0 and not conductor.placements
+    conductor.check()
 
 
 def test_a_placement_on_unknown_instances_is_only_remembered(conductor: Conductor) -> None:

@@ -70,11 +70,22 @@ def test_decode_counts_requests_and_context(loads: LoadAccounts) -> None:
 def test_a_new_instance_s_share_rises(loads: LoadAccounts) -> None:
     slots = np.array([0, 1])
     assert loads.shares(slots, 5.0, 10.0) is None
-    loads.became_ready(1, 5.0)
+    loads.became_ready(1, 5.0, np.empty(0, np.int64))
     for now, share in ((5.0, 0.1), (10.0, 0.5)):
         shares = loads.shares(slots, now, 10.0)
         assert shares is not None and shares.tolist() == [1.0, share]
     assert loads.shares(slots, 15.0, 10.0) is None
+
+
+def test_an_instance_that_joins_does_not_get_all_ties(loads: LoadAccounts) -> None:
+    for request in range(9):
+        loads.add_decode(request % 3 % 2, f"r{request}", 7)
+    loads.became_ready(2, 5.0, np.array([0, 1]))
+    assert loads.tie_order[:3].tolist() == [6, 3, 3] and loads.num_placed[2] == 0
+    loads.became_ready(0, 6.0, np.array([1, 2]))
+    assert loads.tie_order[0] == 6, "one that was away for a moment"
+    loads.forget(2)
+    assert loads.tie_order[2] == 0
 
 
 def test_a_reused_slot_is_empty(loads: LoadAccounts) -> None:

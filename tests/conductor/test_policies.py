@@ -44,7 +44,7 @@ def test_load_ignores_the_cache() -> None:
 
 def test_among_equals_the_one_that_served_least_is_chosen() -> None:
     pair = cluster(0, 0)
-    pair.loads.num_placed[0] = 5
+    pair.loads.tie_order[0] = 5
     assert policies.prefill_by_cache(pair, job(0, 0), every("ab")).slot == 1
 
 
@@ -60,6 +60,27 @@ def test_affinity_is_followed_until_it_would_cost_more_than_the_prompt() -> None
     assert again.reason.startswith("affinity")
     queues = [5.0 if slot == again.slot else 0.0 for slot in range(3)]
     assert policies.prefill_by_cache(cluster(*queues), hinted, every("abc")).slot != again.slot
+
+
+def test_a_hint_moves_only_when_its_own_instance_leaves() -> None:
+    whole = cluster(*[0.0] * 200)
+    slots, hints = every(whole.names), [f"session {number}" for number in range(2000)]
+
+    def goes_to(view: policies.ClusterView, hint: str, slots: Any) -> str:
+        empty = job(*[0.0] * 200, affinity=hint)
+        return view.names[policies.prefill_by_cache(view, empty, slots).slot]
+
+    before = [goes_to(whole, hint, slots) for hint in hints]
+    counts = [before.count(name) for name in whole.names]
+    assert min(counts) >= 1 and max(counts) < 30, "10 each, give or take"
+    gone = before[0]
+    after = [goes_to(whole, hint, slots[slots != int(gone[2:])]) for hint in hints]
+    assert {one for one, other in zip(before, after, strict=True) if one != other} == {gone}
+    assert int(whole.name_hashes[0]) == 0x70C1C5EB00147F42, "the same in every process and release"
+    whole.set_name(7, "h:0")
+    whole.grow(201)
+    assert whole.name_hashes[7] == whole.name_hashes[0] != whole.name_hashes[8]
+    assert len(whole.name_hashes) == len(whole.names) == len(whole.turns) == 201
 
 
 def test_decode_goes_where_fewest_run() -> None:
@@ -84,7 +105,7 @@ def test_round_robin_takes_turns_and_new_instances_come_less_often() -> None:
     trio = cluster(0, 0, 0)
     chosen = [policies.round_robin(trio, job(0, 0, 0), every("abc")).slot for _ in range(6)]
     assert Counter(chosen) == {0: 2, 1: 2, 2: 2}
-    trio.loads.became_ready(2, 1000.0)  # a tenth of a share
+    trio.loads.became_ready(2, 1000.0, np.array([0, 1]))  # a tenth of a share
     chosen = [policies.round_robin(trio, job(0, 0, 0), every("abc")).slot for _ in range(21)]
     assert Counter(chosen) == {0: 10, 1: 10, 2: 1}
 
@@ -101,7 +122,7 @@ def test_random_is_seeded() -> None:
 
 def test_a_new_instance_gets_less() -> None:
     pair = cluster(0.5, 0)
-    pair.loads.became_ready(1, 1000.0)
+    pair.loads.became_ready(1, 1000.0, np.empty(0, np.int64))
     assert policies.prefill_by_load(pair, job(0, 0), every("ab")).slot == 0
 
 
@@ -114,10 +135,27 @@ def test_the_closest_candidates_are_listed_best_first() -> None:
     assert (np.diff(considered.score_s) >= 0).all()
 
 
+def test_the_chosen_candidate_is_listed_however_many_came_closer() -> None:
+    many = cluster(*[0.0] * 20)
+    for number in range(20):
+        choice = policies.prefill_by_cache(many, job(*[0.0] * 20, affinity=f"s{number}"), every(many.names))
+        assert choice.considered is not None and choice.slot in choice.considered.slots
+        assert len(set(choice.considered.slots.tolist())) == policies.NUM_CONSIDERED
+
+
+def test_a_candidate_that_loads_nothing_shows_no_time_for_it() -> None:
+    trio = cluster(0.0, 0.0, 0.0)
+    trio.sources = every("abc")
+    trio.predict.links.egress_free_at[0] = 1030.0
+    choice = policies.overlap(trio, job(900, 0, 0), every("abc")[1:])
+    assert choice.source < 0 and choice.considered is not None
+    assert choice.considered.fetch_s.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("policy", [policies.decode_by_load, policies.decode_by_tbt])
 def test_among_equal_decodes_more_cached_blocks_win_then_fewer_served(policy: policies.Policy) -> None:
     trio = cluster(0, 0, 0)
-    trio.loads.num_placed[:] = 7, 2, 5
+    trio.loads.tie_order[:] = 7, 2, 5
     assert policy(trio, job(0, 0, 0), every("abc")).slot == 1
     assert policy(trio, job(100, 0, 100), every("abc")).slot == 2, "of those that hold it"
 

@@ -336,25 +336,43 @@ def test_the_same_tokens_under_other_salts() -> None:
     assert removals.other_salts([51], [1]) == [[41, 1]]
 
 
+def test_the_log_is_searched_as_it_is_now() -> None:
+    """Also keys that differ in their highest bits only, other scopes, and notes after a query."""
+    log = RemovalLog(1000)
+    keys = [7, 7 + (1 << 16), 7 + (1 << 63)]
+    first, later = (Removal(at, "a", None, "cleared") for at in (1.0, 2.0))
+    log.note_removed("", key_column(keys[1:]), first)
+    assert log.removals(keys) == [None, first, first]
+    log.note_removed("other", key_column(keys), later)
+    assert log.removals(keys) == [None, first, first]
+    assert log.removals(keys, "other") == [later] * 3
+    log.note_removed("", key_column(keys[:2]), later)
+    assert log.removals(keys) == [later, later, first]
+    log.note_prompt(key_column([1]), keys[:1])
+    assert log.other_salts([2, 3], keys[:2]) == [[1], []]
+    log.note_prompt(key_column([4]), keys[1:2])
+    assert log.other_salts([2, 3], keys[:2]) == [[1], [4]]
+
+
 # --- instances without KV events
 
 
 def test_the_latest_prompts_are_remembered_from_their_beginning() -> None:
     inferred = InferredBlocks(4)
-    assert inferred.note("a", [1, 2, 3]) == []
-    assert inferred.note("a", [1, 9]) == []
-    assert inferred.note("a", [1, 8]) == [3], "the end of the oldest prompt"
-    assert inferred.note("b", [7, 7, 7]) == []
-    assert inferred.note("a", [5]) == [2]
+    assert inferred.note("a", [1, 2, 3]) == ([1, 2, 3], [])
+    assert inferred.note("a", [1, 9]) == ([1, 9], [])
+    assert inferred.note("a", [1, 8]) == ([1, 8], [3]), "the end of the oldest prompt"
+    assert inferred.note("b", [7, 7, 7]) == ([7, 7, 7], [])
+    assert inferred.note("a", [5]) == ([5], [2])
 
 
 def test_only_the_beginning_of_a_too_long_prompt_is_kept() -> None:
     inferred = InferredBlocks(2)
-    assert inferred.note("a", [1, 2, 3, 4]) == []
-    assert inferred.note("a", [1, 2]) == []
+    assert inferred.note("a", [1, 2, 3, 4]) == ([1, 2], [])
+    assert inferred.note("a", [1, 2]) == ([1, 2], [])
     inferred.forget("a")
-    assert inferred.note("a", [5, 6]) == []
-    assert InferredBlocks(0).note("a", [1]) == []
+    assert inferred.note("a", [5, 6]) == ([5, 6], [])
+    assert InferredBlocks(0).note("a", [1]) == ([], [])
 
 
 def test_windows_of_many_instances_and_tiers() -> None:

@@ -190,6 +190,15 @@ def test_a_step_is_limited() -> None:
     assert changes[-1].after == needs(prompts(60.0)).least()
 
 
+def test_a_request_is_new_once() -> None:
+    signal = ScalingSignal(SchedulingSettings())
+    assert [signal.is_new(name) for name in ("a", "b", "a", "b")] == [True, True, False, False]
+    for number in range(1 << 16):
+        assert signal.is_new(f"r{number}")
+    assert signal.is_new("a"), "the oldest are forgotten"
+    signal.check()
+
+
 def test_no_more_numbers_are_tried_than_can_be_desired() -> None:
     """A load may be wrong by any factor, and Erlang's formula takes a step for each instance."""
     for load in (1e4, math.inf):
