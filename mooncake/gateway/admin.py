@@ -446,14 +446,20 @@ def _no_instance(instance: InstanceId, field: str) -> ApiError:
 # --- explanations
 
 
+MOST_EXPLAINED = 16
+"""Prompts of one request that are explained: each takes milliseconds in which nothing else is served."""
+
+
 class ExplainAnswer(msgspec.Struct):
-    """``prompts``: one explanation for each prompt of the request that is still remembered."""
+    """``prompts``: one explanation for each of the first prompts of the request that is still remembered."""
 
     id: str
     request_id: str
     prompts: list[Explanation]
     misses: list[MissReport | None]
     "For each of them: where it left its nearest sibling, and what became of its tokens; null: unknown here."
+    num_left_off: int = 0
+    "Number of its prompts after these."
 
 
 def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
@@ -466,7 +472,8 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
         # Clients without keys of their own are not distinguished.
         may_see_sibling = is_operator(gateway, http, is_inside) or gateway.clients is not None
         try:
-            found = [await gateway.scheduling.explain(place_id) for place_id in names.place_ids]
+            place_ids = names.place_ids[:MOST_EXPLAINED]
+            found = [await gateway.scheduling.explain(place_id) for place_id in place_ids]
         except MooncakeError as error:
             raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
         known = [one for one in found if one is not None]
@@ -475,7 +482,8 @@ def _add_explanation(app: FastAPI, gateway: Gateway, is_inside: bool) -> None:
         reports = [
             await asyncio.to_thread(gateway.misses.report, one.request_id, may_see_sibling) for one in known
         ]
-        return _json(ExplainAnswer(names.id, names.request_id, known, reports))
+        num_left_off = len(names.place_ids) - len(place_ids)
+        return _json(ExplainAnswer(names.id, names.request_id, known, reports, num_left_off))
 
     @app.get("/v1/cache/misses", responses=KEY_ERRORS)
     async def misses(http: Request) -> Response:

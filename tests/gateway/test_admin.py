@@ -344,6 +344,15 @@ async def test_each_prompt_has_its_own(stack: Stack) -> None:
     status, found = await explained(stack, answer["id"])
     assert status == 200
     assert [prompt["num_tokens"] for prompt in found["prompts"]] == [24, 8]
+    assert found["num_left_off"] == 0
+
+
+async def test_of_many_prompts_the_first_are_explained(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.gateway.admin.MOST_EXPLAINED", 2)
+    answer = await stack.complete([PROMPT, PROMPT[:8], PROMPT[:16]], 2)
+    _, found = await explained(stack, answer["id"])
+    assert [prompt["num_tokens"] for prompt in found["prompts"]] == [24, 8]
+    assert len(found["misses"]) == 2 and found["num_left_off"] == 1
 
 
 async def test_a_rejection_names_its_numbers_and_the_time_to_retry(tokenizer: Tokenizer) -> None:
