@@ -51,6 +51,16 @@ from mooncake.sim.traces.sessions import ClosedLoop, NextTurn, SessionKeys
 from mooncake.sim.traces.trace import TraceRow
 from mooncake.types import InstanceId, Tier, WorkerRole
 
+_ONLY_DISAGGREGATED = (
+    "decode_costs",
+    "num_store",
+    "store_tokens",
+    "store_ssd_tokens",
+    "spot",
+    "cache_tokens",
+    "ssd_tokens",
+    "pipeline_nodes",
+)
 Count = Annotated[int, Meta(gt=0)]
 Mode: TypeAlias = Literal["disaggregated", "vllm", "prefix", "chunked", "chunked_prefix"]
 
@@ -75,7 +85,7 @@ class ClusterSpec:
     block_tokens: Count = 512
     """Tokens that a key of the trace stands for."""
     cache_tokens: int | None = None
-    """Cache of a prefill node in DRAM; None: as in ``costs``."""
+    """Cache of a prefill node in DRAM; None: as in ``costs``. Colocated nodes have none but device memory."""
     ssd_tokens: int = 0
     """Cache of a prefill node on its SSD."""
     num_store: Annotated[int, Meta(ge=0)] = 0
@@ -118,10 +128,10 @@ class ClusterSpec:
             allowed = "1 or more when prefill and decode are disaggregated"
             raise InvalidArgument("num_decode", self.num_decode, allowed)
         if self.mode != "disaggregated":
-            for field in ("decode_costs", "num_store", "store_tokens", "store_ssd_tokens", "spot"):
+            for field in _ONLY_DISAGGREGATED:
                 if field == "store_tokens" and self.mode == "chunked_prefix":
                     continue
-                if getattr(self, field) not in (None, 0, "none"):
+                if getattr(self, field) not in (None, 0, "none", getattr(type(self), field)):
                     allowed = f"left out when mode is {self.mode}: nodes are colocated"
                     raise InvalidArgument(field, _shown(getattr(self, field)), allowed)
         self._check_decode_costs()
@@ -151,6 +161,16 @@ class ClusterSpec:
             if num_tokens is not None and num_tokens < least and not (may_be_0 and num_tokens == 0):
                 allowed = f"{'0' if may_be_0 else 'left out'}, or at least the {least} tokens of a block"
                 raise InvalidArgument(field, num_tokens, allowed)
+        if self.has_pool and self.pool_tokens < self.block_tokens:
+            allowed = f"at least the {self.block_tokens} tokens of a block where there is a pool"
+            raise InvalidArgument("store_tokens", self.pool_tokens, allowed)
+        memory = "cache_tokens" if self.mode == "disaggregated" else "device_tokens"
+        for costs in (self.node_costs, self.decode_node_costs):
+            fields = ("device_tokens",) if self.detail == "step" else ()
+            for field in dict.fromkeys((memory, *fields)):
+                if (num_tokens := getattr(costs, field)) < self.block_tokens:
+                    allowed = f"at least the {self.block_tokens} tokens of a block"
+                    raise InvalidArgument(f"{field} of {costs.title!r}", num_tokens, allowed)
 
     def _check_decode_costs(self) -> None:
         """Decode nodes must be able to read what prefill nodes write."""

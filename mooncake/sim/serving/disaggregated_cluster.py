@@ -198,8 +198,7 @@ class DisaggregatedCluster(ServingCluster):
         self.recorder.prefill_instance[request.number] = request.prefill
         self.recorder.decode_instance[request.number] = request.decode
         request.turn = decision.turn
-        is_too_long = isinstance(node, PrefillNode) and not node.takes(request)
-        if is_too_long or not self.decode[request.decode].takes(request):
+        if not node.takes(request) or not self.decode[request.decode].takes(request):
             self.fail(request)
             return
         num_cached = decision.num_cached_tokens

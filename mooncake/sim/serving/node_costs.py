@@ -12,6 +12,7 @@ negative is noise about a cost too small to measure: it becomes 0 and the others
 from __future__ import annotations
 
 import importlib.resources
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -61,6 +62,17 @@ class NodeCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "Relative error that nine of ten measured times to first token stay below; 0: unknown."
     decode_error: Annotated[float, Meta(ge=0)] = 0.0
     "The same of times per output token."
+
+    def __post_init__(self) -> None:
+        """Times that are negative, or no numbers, would set the clock back. Raises InvalidArgument."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        for one in ("prefill", "decode"):
+            values |= {f"{one}.{name}": getattr(values[one], name) for name in values[one].__struct_fields__}
+        for name, value in values.items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise InvalidArgument(name, value, "a number from 0 on")
+        if not any(msgspec.structs.astuple(self.decode)):
+            raise InvalidArgument("decode", self.decode, "a step that takes time")
 
     @property
     def has_errors(self) -> bool:
@@ -127,7 +139,7 @@ def load_costs(name_or_path: str) -> NodeCosts:
         raise InvalidArgument("costs", name_or_path, f"a file, or one of {', '.join(builtin_costs())}")
     try:
         return msgspec.toml.decode(text, type=NodeCosts)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, InvalidArgument) as error:
         raise InvalidArgument("costs", name_or_path, f"a file of costs ({error})") from error
 
 

@@ -297,7 +297,8 @@ class PrefillNode:
         self._plan: ChunkPlan | None = None
         if num_stages > 1:
             model, granularity = costs.prefill, min(self._block_tokens, chunk_tokens)
-            per_pair = 2 * model.c2 / model.c1
+            # A token costs no less than a pair, so that there is a plan where tokens cost nothing.
+            per_pair = 2 * model.c2 / max(model.c1, model.c2) if model.c2 else 0.0
             self._plan = ChunkPlan(num_stages, per_pair, OVERHEAD_TOKENS["cuda"], chunk_tokens, granularity)
         self._obeys_turns = obeys_turns
         self._stage_free_at = [0.0] * num_stages

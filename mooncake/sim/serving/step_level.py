@@ -123,6 +123,10 @@ class StepPrefillNode(EngineLoop):
     def num_queued(self) -> int:
         return self.scheduler.num_waiting
 
+    def takes(self, sim_request: SimRequest) -> bool:
+        """Whether its prompt and the token that ends the request here could ever fit."""
+        return sim_request.num_input < self.scheduler.max_total_tokens
+
     def enqueue(self, sim_request: SimRequest) -> None:
         if not sim_request.num_fetching:
             self.fetched(sim_request)

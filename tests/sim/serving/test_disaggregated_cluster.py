@@ -232,6 +232,18 @@ def test_blocks_in_the_pool_outlive_their_node() -> None:
         ({"store_ssd_tokens": 5}, "store_ssd_tokens is 5.*0 without"),
         ({"detail": "step", "spot": "prefill"}, "detail is 'step'.*spot"),
         ({"detail": "step", "num_store": 1}, "detail is 'step'.*pool"),
+        ({"mode": "chunked", "cache_tokens": 51200}, "cache_tokens is 51200.*mode is chunked"),
+        ({"mode": "vllm", "ssd_tokens": 51200}, "ssd_tokens is 51200.*mode is vllm"),
+        ({"mode": "chunked", "num_prefill": 2, "pipeline_nodes": 2}, "pipeline_nodes is 2.*colocated"),
+        ({"num_store": 1, "store_tokens": 0}, "store_tokens is 0.*where there is a pool"),
+        (
+            {"costs": msgspec.structs.replace(COSTS, cache_tokens=255)},
+            "cache_tokens of .* is 255.*256 tokens",
+        ),
+        (
+            {"mode": "chunked", "costs": msgspec.structs.replace(COSTS, device_tokens=100)},
+            "device_tokens of .* is 100.*256 tokens",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_named(changes: dict[str, object], named: str) -> None:

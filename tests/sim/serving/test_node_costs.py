@@ -5,9 +5,11 @@ samples.
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
 from mooncake.conductor.prediction import DecodeModel, PrefillModel
@@ -53,6 +55,28 @@ def test_a_file_of_your_own(tmp_path: Path) -> None:
         load_costs(str(path))
     with pytest.raises(InvalidArgument, match="llama3-70b-8xA800"):
         load_costs("llama4")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("c1 = ", "c1 = -", r"prefill\.c1 is -.*from 0 on"),
+        ("base_s = ", "base_s = nan # ", r"decode\.base_s is nan"),
+        ("nic_bytes_per_s = ", "nic_bytes_per_s = inf # ", "nic_bytes_per_s is inf"),
+    ],
+)
+def test_a_cost_that_is_no_time_is_named(tmp_path: Path, old: str, new: str, named: str) -> None:
+    text = (resources.files("mooncake.sim") / "data" / "llama3-70b-8xH100.toml").read_text()
+    assert f"\n{old}" in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(f"\n{old}", f"\n{new}"))
+    with pytest.raises(InvalidArgument, match=rf"costs is .*mine\.toml.*{named}"):
+        load_costs(str(path))
+
+
+def test_steps_take_time() -> None:
+    with pytest.raises(InvalidArgument, match=r"decode is DecodeModel.*takes time"):
+        msgspec.structs.replace(load_costs("llama3-70b-8xH100"), decode=DecodeModel(0.0, 0.0, 0.0))
 
 
 def test_prefill_is_found_again() -> None:

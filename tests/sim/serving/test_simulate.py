@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake.conductor.prediction import PrefillModel
 from mooncake.sim.serving import ClusterSpec, simulate
 from mooncake.sim.serving.node_costs import load_costs
 from mooncake.sim.serving.results import DONE, FAILED, REJECTED, REJECTED_AFTER_PREFILL, RunResults
@@ -148,6 +149,19 @@ def test_a_pipeline_computes_long_prompts_faster_and_short_ones_not() -> None:
     assert piped.ttft_s[1] == pytest.approx(alone.ttft_s[1], rel=0.1)
 
 
+def test_a_pipeline_has_a_plan_where_tokens_alone_cost_nothing() -> None:
+    costs = msgspec.structs.replace(COSTS, prefill=PrefillModel(0.01, 0.0, 1e-8))
+    long = TraceRow(0.0, 64 * 1024, 1, ())
+    alone, piped = (simulate([long], spec(costs=costs, pipeline_nodes=n), "load") for n in (1, 2))
+    assert alone.ttft_s[0] / piped.ttft_s[0] == pytest.approx(2, rel=0.1)
+
+
+def test_step_by_step_a_prompt_longer_than_the_memory_fails() -> None:
+    cluster = spec(detail="step", cache_tokens=20 * BLOCK)
+    rows = [TraceRow(0.0, 20 * BLOCK + 1, 2, ()), TraceRow(1.0, 20 * BLOCK, 2, ())]
+    assert simulate(rows, cluster, "load").status.tolist() == [FAILED, DONE]
+
+
 @pytest.mark.parametrize("mode", ["disaggregated", "chunked"])
 def test_step_by_step_gives_the_same_result(mode: str) -> None:
     rows = conversations(3, 120, rate_per_s=1.5)
@@ -193,7 +207,7 @@ def test_the_time_line_adds_up() -> None:
 )
 def test_any_run_ends_with_everything_done(seed: int, mode: str, scheduling: str, rate: float) -> None:
     rows = conversations(seed, 60, rate)
-    cluster = spec(mode=mode, cache_tokens=100 * BLOCK)
+    cluster = spec(mode=mode, cache_tokens=100 * BLOCK if mode == "disaggregated" else None)
     outcome = simulate(rows, cluster, scheduling, seed=seed)
     assert (outcome.status == DONE).all()
     assert (outcome.cached_tokens < outcome.num_input).all()
