@@ -13,6 +13,7 @@ smaller split passes is shown by the sensitivity table, not proved.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -48,13 +49,22 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_node: float = 0.0
     "A CPU node of the store, without its memory and SSD."
 
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument. Prices of GPUs are checked where they are used: a file may have others."""
+        for name in ("dram_tb", "ssd_tb", "nic_100gbps", "store_node"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidArgument(name, getattr(self, name), "dollars an hour, 0 or more")
+
     def cluster(self, spec: ClusterSpec, hardware: str, decode_hardware: str) -> float:
         """Dollars per hour of the whole cluster. Only nodes that keep a cache, or a part of the pool, pay for
         its memory and SSD."""
         costs, decode_costs = spec.node_costs, spec.decode_node_costs
         prefill = costs.num_gpus * self.of_gpu(hardware, spec.spot == "prefill") + self._nic(costs)
         decode = decode_costs.num_gpus * self.of_gpu(decode_hardware) + self._nic(decode_costs)
-        caches = spec.num_prefill * self._storage(costs, costs.cache_tokens, spec.ssd_tokens)
+        # Colocated nodes keep their cache in device memory; of the rest they have a part of the pool, if any.
+        caches = 0.0
+        if spec.mode == "disaggregated":
+            caches = spec.num_prefill * self._storage(costs, costs.cache_tokens, spec.ssd_tokens)
         pool = spec.num_pool_nodes * self._storage(costs, spec.pool_tokens, spec.store_ssd_tokens)
         stores = spec.num_store * (self.store_node + self._nic(costs))
         return spec.num_prefill * prefill + spec.num_decode * decode + caches + pool + stores
@@ -66,7 +76,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             # Behind another letter it is the end of another card's name (GB200), but for the x of "8xB200".
             if re.search(rf"(?:^|[^a-z]|\dx){re.escape(name.lower())}$", hardware.lower()):
                 price = prices[name]
-                if not price > 0:
+                if not 0 < price < math.inf:
                     raise InvalidArgument(f"{table}.{name}", price, "more than 0 dollars an hour")
                 return price
         if is_spot:
@@ -242,7 +252,7 @@ class CapacityPlanner:
         costs = self._base.node_costs
         tokens = costs.cache_tokens
         while (
-            tokens // 2 >= costs.cache_tokens * _MIN_SHRINK
+            tokens // 2 >= max(costs.cache_tokens * _MIN_SHRINK, spec.block_tokens)
             and self._with(spec, cache_tokens=tokens // 2).meets
         ):
             tokens //= 2
@@ -265,6 +275,8 @@ class CapacityPlanner:
                 self._base,
                 mode=mode,
                 num_decode=0,
+                pipeline_nodes=1,
+                cache_tokens=None,
                 ssd_tokens=0,
                 num_store=0,
                 store_tokens=None,
@@ -300,11 +312,12 @@ class CapacityPlanner:
             ("50 % more load", {}, 1.5),
             ("one prefill node more", {"num_prefill": best.num_prefill + 1}, 1.0),
             ("one decode node more", {"num_decode": best.num_decode + 1}, 1.0),
-            ("half the memory", {"cache_tokens": costs.cache_tokens // 2}, 1.0),
             ("twice the memory", {"cache_tokens": costs.cache_tokens * 2}, 1.0),
             ("twice the network", {"nic_bytes_per_s": costs.nic_bytes_per_s * 2}, 1.0),
             ("half the network", {"nic_bytes_per_s": costs.nic_bytes_per_s / 2}, 1.0),
         ]
+        if costs.cache_tokens // 2 >= best.block_tokens:
+            steps.insert(4, ("half the memory", {"cache_tokens": costs.cache_tokens // 2}, 1.0))
         if best.num_prefill > 1:
             steps.insert(2, ("one prefill node less", {"num_prefill": best.num_prefill - 1}, 1.0))
         if best.num_decode > 1:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from mooncake.errors import InvalidArgument
@@ -139,6 +140,38 @@ def test_ssd_that_is_not_needed_is_left_out() -> None:
     one = CapacityPlanner(base, HARDWARE, OBJECTIVES, PRICES, lambda spec, load: (summary(1.0), 1.0, 1.0))
     best = one.plan().best
     assert best is not None and best.ssd_tokens == 0
+
+
+def test_memory_is_not_halved_below_a_block() -> None:
+    costs = msgspec.structs.replace(BASE.costs, cache_tokens=3 * BASE.block_tokens)
+    tried: list[int] = []
+
+    def simulate(spec: ClusterSpec, load: float) -> tuple[Summary, float, float]:
+        tried.append(spec.node_costs.cache_tokens)
+        return summary(1.0), 1.0, 1.0
+
+    base = dataclasses.replace(BASE, costs=costs)
+    plan = CapacityPlanner(base, HARDWARE, OBJECTIVES, PRICES, simulate).plan()
+    assert plan.best is not None and plan.best.cache_tokens == min(tried) == 3 * BASE.block_tokens // 2
+    notes = {one.note for one in plan.sensitivity}
+    assert "twice the memory" in notes and "half the memory" not in notes
+
+
+def test_colocated_nodes_pay_for_no_memory_but_the_pool_s() -> None:
+    prices = Prices(gpu={"H100": 2.5}, dram_tb=100.0, ssd_tb=10.0)
+    node = ClusterSpec(costs=BASE.costs, num_prefill=4, num_decode=0, mode="chunked_prefix")
+    assert prices.cluster(node, HARDWARE, HARDWARE) == 4 * 8 * 2.5
+    pooled = dataclasses.replace(node, store_tokens=1_000_000)
+    pool_tb = 4 * 1_000_000 * BASE.costs.kv_bytes_per_token / 1e12
+    assert prices.cluster(pooled, HARDWARE, HARDWARE) == pytest.approx(4 * 8 * 2.5 + 100 * pool_tb)
+
+
+@pytest.mark.parametrize("price", [-50.0, float("nan"), float("inf")])
+def test_prices_are_amounts_of_money(price: float) -> None:
+    with pytest.raises(InvalidArgument, match="dram_tb is"):
+        Prices(gpu={"H100": 2.5}, dram_tb=price)
+    with pytest.raises(InvalidArgument, match=r"gpu\.H100 is"):
+        Prices(gpu={"H100": price}).of_gpu(HARDWARE)
 
 
 @pytest.mark.parametrize(
