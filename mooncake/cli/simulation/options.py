@@ -143,9 +143,9 @@ class TraceRequests:
         agents = self.rows
         sessions = self.num_sessions(load)
         requests = round(agents.requests * sessions / agents.sessions)
-        return dataclasses.replace(
-            self, rows=dataclasses.replace(agents, sessions=sessions, requests=requests)
-        ), 1.0
+        more = dataclasses.replace(agents, sessions=sessions, requests=requests)
+        num_rows = round(self.num_rows * sessions / agents.sessions)
+        return dataclasses.replace(self, rows=more, num_rows=max(num_rows, min(self.num_rows, 1))), 1.0
 
     def num_sessions(self, load: float) -> int:
         """Sessions at once at a multiple of the load; 0 where requests are not made as sessions."""
@@ -239,6 +239,9 @@ def offer_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -
     if hardware.decode != hardware.prefill:
         fields["decode_costs"] = _costs_of(hardware.decode)
     spec = _checked(form, fields)
+    if spec.block_tokens != block_tokens:
+        allowed = f"left out, or the {block_tokens} tokens that a key of the trace stands for"
+        raise InvalidArgument("block_tokens", spec.block_tokens, allowed)
     num_nodes = spec.num_prefill + spec.num_decode + spec.num_store
     if num_nodes > MAX_NODES:
         raise InvalidArgument(

@@ -59,6 +59,7 @@ from mooncake.sim.serving.cost_comparison import (
     dollars_per_1000_good,
     dollars_per_unit,
 )
+from mooncake.sim.serving.node_costs import NodeCosts
 from mooncake.sim.serving.results import Summary
 from mooncake.sim.traces.reuse import INTERVAL, reuse_of
 from mooncake.sim.traces.trace import TraceOptions
@@ -254,9 +255,8 @@ def plan_command(
     if shows_reuse:
         reuse = reuse_of(requests, requests.block_tokens)
         document["reuse"] = msgspec.to_builtins(reuse)
-        best = next((plan.best for plan in plans.values() if plan.best is not None), None)
-        shown_costs = (offers[0] if clusters else next(iter(bases.values()))).spec.costs
-        tables = [*reuse_tables(reuse, shown_costs, best.num_prefill if best is not None else 1), *tables]
+        shown = offers[0].spec if clusters else _found_spec(plans, bases)
+        tables = [*reuse_tables(reuse, *_caches(shown)), *tables]
     console = wide_console()
     console.print(title)
     for table in tables:
@@ -287,6 +287,26 @@ def _bases(costs: list[str] | None, changes: list[str], block_tokens: int) -> di
             name = f"{prefill}+{decode}"
             bases[name] = ClusterOffer(name, spec, hardware, decode_hardware)
     return bases
+
+
+def _found_spec(plans: dict[str, CapacityPlan], bases: dict[str, ClusterOffer]) -> ClusterSpec:
+    """The cluster of the first plan that has one, with all the memory of its hardware; else a node of each
+    kind."""
+    for hardware, plan in plans.items():
+        if plan.best is not None:
+            return dataclasses.replace(bases[hardware].spec, num_prefill=plan.best.num_prefill)
+    return next(iter(bases.values())).spec
+
+
+def _caches(spec: ClusterSpec) -> tuple[NodeCosts, int]:
+    """Costs with the cache of one node, and how many nodes have one: colocated ones have theirs in device
+    memory."""
+    costs = spec.node_costs
+    if spec.mode == "disaggregated":
+        return costs, spec.num_prefill
+    return msgspec.structs.replace(
+        costs, cache_tokens=costs.device_tokens
+    ), spec.num_prefill + spec.num_decode
 
 
 def _with_spot_price(bases: dict[str, ClusterOffer], prices: Prices) -> dict[str, ClusterOffer]:

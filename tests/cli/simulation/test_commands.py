@@ -12,6 +12,7 @@ import pytest
 
 from mooncake.cli.simulation import grade
 from mooncake.cli.simulation.plan import read_prices
+from mooncake.sim.serving.node_costs import load_costs
 from tests.cli.conftest import Run
 from tests.sim.silicon.row_table import random_rows, write_rows
 
@@ -128,6 +129,16 @@ def test_plan_compares_the_cost_per_unit_of_throughput(mooncake: Run, tmp_path: 
     for heading in ("relative\nthroughput", "$/h per\nunit", "$ / 1,000\ngood", "good\nlost"):
         assert heading in html
     assert "sessions" in done.stdout
+
+
+def test_tiers_are_those_of_the_first_cluster_with_its_own_memory(mooncake: Run) -> None:
+    words = ["--cluster", "2P1D,cache_tokens=51200", "--slo-ttft", "9"]
+    done = mooncake("plan", "poisson:rate=1,requests=20", *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"memory of 2 nodes +102,400 ", done.stdout), done.stdout
+    done = mooncake("plan", "poisson:rate=1,requests=20", "--cluster", "3xprefix", *words[2:])
+    num_tokens = 3 * load_costs("llama3-70b-8xA800").device_tokens
+    assert re.search(rf"memory of 3 nodes +{num_tokens:,} ", done.stdout), done.stdout
 
 
 def test_plan_prints_the_end_of_its_search_as_a_bound(mooncake: Run) -> None:

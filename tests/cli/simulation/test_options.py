@@ -58,6 +58,8 @@ def test_more_load_is_more_agents() -> None:
     agents = requests_of("agentic:sessions=10,turns=5,requests=100", TraceOptions())
     more, faster = agents.at_load(1.5)
     assert faster == 1 and len(list(more)) == 150 and len({row.session for row in more}) >= 15
+    some = requests_of("agentic:sessions=10,turns=5,requests=100", TraceOptions(num_rows=40))
+    assert [len(list(some.at_load(load)[0])) for load in (0.5, 1.0, 2.0)] == [20, 40, 80]
     other = requests_of("poisson:requests=50", TraceOptions())
     assert other.at_load(1.5) == (other, 1.5)
 
@@ -91,6 +93,7 @@ def test_a_file_of_a_cluster(tmp_path: Path) -> None:
         ("4P4D", ["cache_tokens=100"], "cache_tokens is 100.*the 512 tokens of a block"),
         ("4P4D", ["cache_tokens=0"], "cache_tokens is 0.*left out"),
         ("4P4D", ["ssd_tokens=-1"], "ssd_tokens is -1"),
+        ("4P4D", ["block_tokens=100"], "block_tokens is 100.*the 512 tokens that a key of the trace"),
     ],
 )
 def test_bad_clusters_are_named(text: str, changes: list[str], named: str) -> None:
