@@ -22,6 +22,9 @@ _TAIL = 1 << 19
 """Set in a session's keys of partial blocks, which no later turn has."""
 _SESSION_BITS = 20
 MAX_TOKENS = 100_000_000
+_LARGEST = 1e12
+_MOST = {"spread": 10.0, "jitter": 1.0, "peak": 1e4}
+"""The largest values of other fields than tokens; the others' is ``_LARGEST``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,12 +241,14 @@ def parse(spec: str) -> Generator | None:
 
 
 def _check(generator: Generator, counts: tuple[str, ...], amounts: tuple[str, ...]) -> None:
-    """Check that named fields are at least 1, or more than 0, and all others at least 0."""
+    """Check that named fields are at least 1, or more than 0, and all others at least 0, and that none is so
+    large, or so small, that times drawn with it are no numbers."""
     for field in dataclasses.fields(generator):
-        value = getattr(generator, field.name)
-        if field.name in counts and not 1 <= value <= 10**12:
-            raise InvalidArgument(field.name, value, "1 or more")
-        if field.name in amounts and not 0 < value < math.inf:
-            raise InvalidArgument(field.name, value, "more than 0")
-        if field.name != "seed" and not 0 <= value < math.inf:
-            raise InvalidArgument(field.name, value, "0 or more")
+        name, value = field.name, getattr(generator, field.name)
+        most = _MOST.get(name, MAX_TOKENS if name.endswith("_tokens") else _LARGEST)
+        if name in counts and not 1 <= value <= most:
+            raise InvalidArgument(name, value, f"1 or more, up to {most:g}")
+        if name in amounts and not 1 / _LARGEST <= value <= most:
+            raise InvalidArgument(name, value, f"more than 0, up to {most:g}")
+        if name != "seed" and not 0 <= value <= most:
+            raise InvalidArgument(name, value, f"0 or more, up to {most:g}")

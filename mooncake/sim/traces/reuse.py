@@ -172,6 +172,8 @@ class ReuseProfile:
         self._recorded = np.zeros((NUM_GROUPS, 2))
         self._kept = np.zeros(len(_TTL_EDGES) + 1)
         self._kept_s = np.zeros(len(_TTL_EDGES) + 1)
+        self._longest_s = float(_TTL_EDGES[-1])
+        """The longest time between two uses of a block, if it is above the last edge."""
         self._sessions: dict[str, int] = {}
         self._num_rows = 0
         self._first_s = self._last_s = 0.0
@@ -194,6 +196,7 @@ class ReuseProfile:
             sizes = np.searchsorted(self._edges, ranks)
             np.add.at(self._hits[group], np.minimum(sizes, len(self._edges) - 1), tokens)
             gaps = now - np.array([self._used_at[key] for key in keys[: len(ranks)]])
+            self._longest_s = max(self._longest_s, float(gaps.max()))
             buckets = np.searchsorted(_TTL_EDGES, gaps)
             np.add.at(self._by_ttl[group], buckets, tokens)
             np.add.at(self._kept, buckets, 1.0)
@@ -241,7 +244,7 @@ class ReuseProfile:
         counts = self._by_ttl[used]
         if not counts.sum():
             return []
-        edges = np.append(_TTL_EDGES, np.inf)
+        edges = np.append(_TTL_EDGES, self._longest_s)
         drawn = weights @ counts
         found = []
         for share in SHARES:

@@ -24,6 +24,8 @@ from mooncake.sim.traces.trace import TraceRow
 
 _SESSION_BITS = 32
 _BEGINNING_BITS = 20
+_COMMON = 1 << 62
+"""Set in the keys of beginnings, which are no session's own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class SessionKeys:
     def __init__(self, session: AgentSession, number: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._next_key = (number + 1) << _SESSION_BITS
-        self._beginning = session.beginning << _BEGINNING_BITS
+        self._beginning = _COMMON | session.beginning << _BEGINNING_BITS
         num_common = session.turns[0].num_kept
         self._keys = list(range(self._beginning, self._beginning + num_common // block_tokens))
         self._num_tokens = num_common

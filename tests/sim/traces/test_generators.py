@@ -138,6 +138,13 @@ WRONG: dict[str, str] = {
     "poisson:rate=nan": "rate is nan",
     "poisson:rate": "poisson:rate is ''",
     "bursts:burst_s=-3": "burst_s is -3.0; allowed: 0 or more",
+    "poisson:spread=1000": "spread is 1000.0; allowed: 0 or more, up to 10",
+    "agentic:pause_p99_s=1e308": "pause_p99_s is 1e+308; allowed: 0 or more, up to 1e+12",
+    "agentic:jitter=1e200": "jitter is 1e+200; allowed: 0 or more, up to 1",
+    "bursts:rate=1e200,peak=1e200": "rate is 1e+200; allowed: more than 0, up to 1e+12",
+    "bursts:peak=1e200": "peak is 1e+200; allowed: more than 0, up to 10000",
+    "poisson:rate=1e-320": "rate is 1e-320; allowed: more than 0",
+    "poisson:input_tokens=1000000000": "input_tokens is 1000000000; allowed: 1 or more, up to 1e+08",
 }
 
 

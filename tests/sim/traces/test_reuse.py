@@ -120,3 +120,12 @@ def test_a_trace_without_prefixes_has_no_hits() -> None:
     found = reuse_of([TraceRow(float(n), 100, 1, ()) for n in range(3)], BLOCK)
     assert (found.best.hit_rate, found.ttl, found.unique_tokens) == (0.0, [], 0)
     assert found.at(1e9) == found.best
+
+
+def test_a_block_that_comes_back_after_months_has_a_time_to_live() -> None:
+    gap_s = 40 * 86_400.0
+    keys = tuple(range(2))
+    rows = [TraceRow(0.0, 2 * BLOCK, 1, keys), TraceRow(gap_s, 2 * BLOCK, 1, keys)]
+    found = reuse_of(rows, BLOCK)
+    assert {(one.ttl_s, one.high_s) for one in found.ttl} == {(gap_s, gap_s)}
+    assert {one.resident_tokens for one in found.ttl} == {2 * BLOCK}

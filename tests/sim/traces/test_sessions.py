@@ -36,6 +36,14 @@ def test_a_recipe_s_prompts_grow_by_answers_and_tools() -> None:
     assert recipe_sessions(RECIPE, 2) == [one, other]
 
 
+def test_common_beginnings_are_no_session_s_own_blocks() -> None:
+    first = SessionKeys(AgentSession("a", 0, (Turn(0, 2048, 2),)), 0, 512).send(Turn(0, 2048, 2))
+    other = SessionKeys(AgentSession("b", 4096, (Turn(2048, 100, 2),)), 4096, 512).send(Turn(2048, 100, 2))
+    again = SessionKeys(AgentSession("c", 4096, (Turn(2048, 100, 2),)), 7, 512).send(Turn(2048, 100, 2))
+    assert len(first) == len(other) == 4 and not set(first) & set(other)
+    assert again == other
+
+
 def test_a_session_may_begin_later() -> None:
     [session] = recipe_sessions(RECIPE, 1)
     later = session.from_turn(2)
