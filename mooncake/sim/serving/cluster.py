@@ -417,8 +417,8 @@ class ServingCluster:
         self._go_on(request)
 
     def fail(self, request: SimRequest) -> None:
-        """End a request that was placed where it can never fit. The conductor counts it as work of its
-        instances until it is told of the end."""
+        """End a request that was placed where it can never fit. Until then the conductor counts it as work of
+        its instances."""
         self.post(Finished(request.request_id))
         self.give_up(request, FAILED)
 

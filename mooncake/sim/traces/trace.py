@@ -392,7 +392,7 @@ def num_output_of_rejected(lines: TraceFile) -> int:
     expected = max(1, round(num_tokens / max(1, num_done)))
     if num_rejected:
         lines.notes.append(
-            f"{num_rejected:,} of its requests were rejected; their answers, whose length nobody knows, are "
+            f"{num_rejected:,} of its requests were rejected; their answers, of unknown length, are "
             f"taken to have {expected:,} tokens, the mean of those that are done"
         )
     return expected
