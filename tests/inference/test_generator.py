@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 import transformers
 
-from mooncake.http.answers import AnswerPiece
+from mooncake.http.answers import AnswerPiece, JoinedPieces
 from mooncake.inference.engine import Output
 from mooncake.inference.generator import _Text
 from mooncake.inference.request import FinishReason, Request, SamplingParams
@@ -45,14 +45,14 @@ def answered(
     params = SamplingParams(max_tokens=100, logprobs=0, **sampling)
     request = Request("r", [*prompt, *prior], params, num_prior_output_tokens=len(prior))
     text = _Text(tokenizer, request, text_offset)
-    whole = AnswerPiece()
+    joined = JoinedPieces(0)
     for number, token in enumerate(tokens, 1):
         reason = finish if number == len(tokens) else None
         output = Output("r", (token,), reason, logprobs=(TokenLogprobs(token, -1.0, ()),))
-        whole.join(text.take(output))
+        joined.add(text.take(output))
         if text.is_stopped:
             break
-    return whole
+    return joined.whole()
 
 
 def offsets(piece: AnswerPiece) -> list[int]:
