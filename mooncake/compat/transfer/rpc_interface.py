@@ -223,7 +223,7 @@ class RpcInterface:
                 part = bytes(payload[start : start + PART_BYTES])
                 client.call(MessagePart(number, len(payload), part, dtype, shape), self._timeout_s)
         except (MooncakeError, TypeError, ValueError) as error:  # ValueError: no host can have this name
-            log.error(f"send to {address}: {error}")
+            log.error(f"send to {address!r}: {error}")
             return -1
         return 0
 
