@@ -208,7 +208,7 @@ class Peers:
         facts, wanted = self.replicas.receive(message, now)
         is_leader = self.standing.is_leader  # and if so, the sender does not, whatever it has stated
         if wanted >= 0:
-            self._end_missed(message, now)
+            self._end_missed(message)
         if wanted >= 0 and not is_leader:
             for instance in self.replicas.removed_members(message, members):
                 self._post(RemoveInstance(instance))
@@ -218,12 +218,12 @@ class Peers:
             self._post(fact)
         return Replicated(self.standing, wanted)
 
-    def _end_missed(self, message: Replicate, now: float) -> None:
+    def _end_missed(self, message: Replicate) -> None:
         """End requests that a peer knows to have ended while this conductor received nothing."""
         owners = self.replicas.owners
-        for request_id, age_s in message.ended:
+        for request_id, _ in message.ended:
             placement = self._core.placements.get(request_id)
-            if placement is None or placement.placed_at > now - age_s:
+            if placement is None or placement.placed_at > self.replicas.ended_at(request_id):
                 continue
             is_of_client = not isinstance(owners.owner(request_id), int)
             owners.remove(request_id)

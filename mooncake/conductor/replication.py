@@ -11,7 +11,7 @@ that this gateway uses. ``Replicas`` is the receiver's side of all connections. 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import msgspec
@@ -182,15 +182,19 @@ class Replicas:
         self._grace_s = grace_s
         self._next: dict[int, int] = {}
         self._received_at: dict[int, float] = {}
-        self._ended: dict[str, float] = {}
+        self._ended: OrderedDict[str, float] = OrderedDict()
         """By request: when it ended, the latest last."""
 
     def note_ended(self, request_id: str, ended_at: float) -> None:
         """Remember an end: a placement from before it does not count from now on."""
-        ended_at = max(ended_at, self._ended.pop(request_id, ended_at))
-        self._ended[request_id] = ended_at
+        self._ended[request_id] = max(ended_at, self.ended_at(request_id))
+        self._ended.move_to_end(request_id)
         if len(self._ended) > _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
+
+    def ended_at(self, request_id: str) -> float:
+        """When a request ended; -inf where no end is remembered."""
+        return self._ended.get(request_id, -math.inf)
 
     def recent_ends(self, now: float) -> list[tuple[str, float]]:
         """The ends that are remembered, each with the seconds since then."""
@@ -215,7 +219,7 @@ class Replicas:
         for fact in message.facts:
             if isinstance(fact, Placed):
                 request_id = fact.place.request_id
-                if message.is_snapshot and now - fact.age_s <= self._ended.get(request_id, -math.inf):
+                if message.is_snapshot and now - fact.age_s <= self.ended_at(request_id):
                     continue  # the sender has missed its end
                 if not self._is_taken_from_owner(fact, sender):
                     continue
