@@ -223,7 +223,7 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
         },
         cache_tokens=size_tokens,
         has_pool=fitting.has_pool,
-        notes=fitting.notes,
+        notes=notes,
     )
 
 
@@ -252,7 +252,7 @@ class _Model:
         self._question, self._trace, self._is_asked = question, trace, is_asked
         self._hit_rate = measured.figures(is_asked, 1.0).hit_rate
         self._measured_ttft_s = measured.ttft_s
-        self.notes = notes
+        self._notes = notes
         self.has_pool = question.num_prefill > 0 and any(row.loaded_tokens for row in question.rows)
         self._costs = costs_of(question.rows, notes)
         if not question.num_prefill:  # what the steps of others take of the rest differs: see ``fitted``
@@ -356,7 +356,7 @@ class _Model:
             self._costs = msgspec.structs.replace(self._costs, first_token_s=first_token_s)
             found = (found[0], found[1], self.run(self.spec(found[1]), question.policy))
         if found[1] >= reuse.unique_tokens:
-            self.notes.append("nothing that these requests use was evicted: more memory changes nothing")
+            self._notes.append("nothing that these requests use was evicted: more memory changes nothing")
         return found[2], found[1]
 
 
@@ -375,9 +375,8 @@ def most_in_progress(rows: Sequence[RecordedRequest], block_tokens: int, limit: 
         begins = np.array([row.timestamp + row.queued_ms for row in those])
         ends = np.maximum(begins, [row.ends_ms for row in those])
         amounts = np.array([float(num_tokens(row)) for row in those])
-        # Of one instant, beginnings come first.
-        order = np.argsort(np.concatenate([begins, ends]), kind="stable")
-        most = max(most, int(np.cumsum(np.concatenate([amounts, -amounts])[order]).max()))
+        _, level = _sums_over_time([begins, ends], [amounts, -amounts])
+        most = max(most, int(level.max()))
     # Those that wait for a place in the batch have no memory yet.
     return min(most, limit * longest) if limit else most
 
@@ -484,10 +483,16 @@ def _levels(rows: Sequence[RecordedRequest]) -> tuple[_Floats, _Floats]:
     """Instants, and the number of these answers that are decoded from each on."""
     begins = np.array([row.timestamp + row.ttft_ms for row in rows])
     ends = np.array([row.ends_ms for row in rows])
-    at = np.concatenate([ends, begins])  # of one instant, ends come first
-    order = np.argsort(at, kind="stable")
-    change = np.concatenate([np.full(len(rows), -1.0), np.ones(len(rows))])
-    return at[order], np.cumsum(change[order])
+    one = np.ones(len(rows))
+    return _sums_over_time([ends, begins], [-one, one])  # of one instant, ends come first
+
+
+def _sums_over_time(at: list[_Floats], changes: list[_Floats]) -> tuple[_Floats, _Floats]:
+    """Instants in order, and the sum of all changes up to each. Of one instant, those that are listed first
+    come first."""
+    times = np.concatenate(at)
+    order = np.argsort(times, kind="stable")
+    return times[order], np.cumsum(np.concatenate(changes)[order])
 
 
 def _wait_for_batch(rows: Sequence[RecordedRequest], limit: int) -> NDArray[np.bool_]:
@@ -524,10 +529,7 @@ def _steps(done: Sequence[RecordedRequest]) -> list[StepSample]:
 
 def _mean_of(begins: _Floats, ends: _Floats, amounts: _Floats) -> _Floats:
     """For each interval, the mean over its time of the sum of the amounts of all intervals at an instant."""
-    at = np.concatenate([begins, ends])
-    order = np.argsort(at, kind="stable")
-    times = at[order]
-    level = np.cumsum(np.concatenate([amounts, -amounts])[order])
+    times, level = _sums_over_time([begins, ends], [amounts, -amounts])
     area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(times))])
     return np.asarray(
         (np.interp(ends, times, area) - np.interp(begins, times, area)) / np.maximum(ends - begins, 1e-9)
