@@ -131,7 +131,7 @@ class ClusterSpec:
             for field in _ONLY_DISAGGREGATED:
                 if field == "store_tokens" and self.mode == "chunked_prefix":
                     continue
-                if getattr(self, field) not in (None, 0, "none", getattr(type(self), field)):
+                if getattr(self, field) not in (0, getattr(type(self), field)):
                     allowed = f"left out when mode is {self.mode}: nodes are colocated"
                     raise InvalidArgument(field, _shown(getattr(self, field)), allowed)
         self._check_decode_costs()
@@ -164,10 +164,11 @@ class ClusterSpec:
         if self.has_pool and self.pool_tokens < self.block_tokens:
             allowed = f"at least the {self.block_tokens} tokens of a block where there is a pool"
             raise InvalidArgument("store_tokens", self.pool_tokens, allowed)
-        memory = "cache_tokens" if self.mode == "disaggregated" else "device_tokens"
+        memory = ["cache_tokens" if self.mode == "disaggregated" else "device_tokens"]
+        if self.detail == "step":
+            memory.append("device_tokens")
         for costs in (self.node_costs, self.decode_node_costs):
-            fields = ("device_tokens",) if self.detail == "step" else ()
-            for field in dict.fromkeys((memory, *fields)):
+            for field in memory:
                 if (num_tokens := getattr(costs, field)) < self.block_tokens:
                     allowed = f"at least the {self.block_tokens} tokens of a block"
                     raise InvalidArgument(f"{field} of {costs.title!r}", num_tokens, allowed)
