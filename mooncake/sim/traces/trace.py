@@ -368,10 +368,10 @@ def _header(lines: TraceFile, text: bytes) -> RecordingHeader:
 
 
 class _RecordedEnd(msgspec.Struct, gc=False):
-    """What of a line says how a request ended."""
+    """What of a line says how a request ended. The header is read as one without tokens."""
 
     output_length: int = 0
-    status: str = ""
+    status: str = "done"
 
 
 def num_output_of_rejected(lines: TraceFile) -> int:
@@ -386,7 +386,7 @@ def num_output_of_rejected(lines: TraceFile) -> int:
             break  # refused with its number when it is read as a row
         if line.status == "rejected":
             num_rejected += 1
-        elif line.status in ("", "done") and line.output_length:
+        elif line.status == "done" and line.output_length:
             num_done += 1
             num_tokens += line.output_length
     expected = max(1, round(num_tokens / max(1, num_done)))
