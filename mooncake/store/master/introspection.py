@@ -15,7 +15,7 @@ from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.effects import Received
 from mooncake.store.master.key_scans import KeyScans
 from mooncake.store.master.log_records import QuotaSet
-from mooncake.store.master.objects import StoredObject, scoped, scoped_all, split_scoped
+from mooncake.store.master.objects import StoredObject, scoped, scoped_all, scoped_key, split_scoped
 from mooncake.store.master.prefix_counts import PrefixCounts
 from mooncake.store.master.tenants import MAX_QUOTA_BYTES, check_tenant
 from mooncake.types import ObjectKey
@@ -115,7 +115,7 @@ class Introspection:
 
     def story(self, message: m.ObjectStory, _: Received, now: float) -> m.StoryLines:
         """Each line with its age: the master's clock counts from the start of its host."""
-        lines = self._catalog.story(scoped_all(message.tenant, [message.key])[0])
+        lines = self._catalog.story(scoped_key(message.tenant, message.key))
         parts = [line.split(" ", 1) for line in lines]
         ages = [max(0.0, now - float(at)) for at, _ in parts]  # the instant was rounded, perhaps up
         return m.StoryLines([f"{age:.3f} s ago: {what}" for age, (_, what) in zip(ages, parts, strict=True)])
