@@ -79,11 +79,13 @@ class Introspection:
         def visit(key: ObjectKey, now: float) -> int | None:
             if len(found) >= message.limit:
                 return None
-            is_of_part = num_parts == 1 or zlib.crc32(key.encode()) % num_parts == message.part
-            if is_of_part and key.startswith(start) and ("\0" in key) is ("\0" in start):
-                stored = self._catalog.objects.readable.get(key)
-                if stored is not None and stored.is_visible:
-                    found.append(split_scoped(key)[1])
+            if not key.startswith(start) or ("\0" in key) is not ("\0" in start):
+                return 1
+            if num_parts > 1 and zlib.crc32(key.encode()) % num_parts != message.part:
+                return 1
+            stored = self._catalog.objects.readable.get(key)
+            if stored is not None and stored.is_visible:
+                found.append(split_scoped(key)[1])
             return 1
 
         answer = self._scans.begin(event, visit, lambda now: m.Keys(found), now)
