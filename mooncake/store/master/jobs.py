@@ -112,8 +112,6 @@ class DrainJob(ReplicationJob):
         super().__init__(job_id, ", ".join(message.segments), now)
         self.message = message
         self.segments = segments
-        self.targets = list(message.targets)
-        self.max_concurrency = message.max_concurrency
         self.waiting: deque[tuple[StoredObject, Segment]] = deque()
         self.failures: dict[int, int] = {}
         """Number of failed moves of each object, by id."""
@@ -360,7 +358,7 @@ class Jobs:
                 self._check_at = min(self._check_at, now + SURVEY_S)
             elif not job.has_found and self._is_over(job, now):
                 return
-        while job.waiting and len(job.tasks) < job.max_concurrency:
+        while job.waiting and len(job.tasks) < job.message.max_concurrency:
             stored, segment = job.waiting.popleft()
             self._move_from(job, stored, segment, now)
 
@@ -431,18 +429,16 @@ class Jobs:
 
     def _target(self, job: DrainJob, stored: StoredObject, source: Segment, now: float) -> Segment | None:
         """Select the target: same tier if possible, another host than its other replicas, most room."""
-        named = [self._catalog.segments.mounted.get(name) for name in job.targets]
-        near = self._catalog.segments.mounted.values() if not job.targets else named
+        targets = job.message.targets
+        named = [self._catalog.segments.mounted.get(name) for name in targets]
+        near = self._catalog.segments.mounted.values() if not targets else named
         hosts = [one.segment.host for one in stored.extents if one.segment is not source]
         found: tuple[tuple[bool, bool, int], Segment] | None = None
         for segment in near:
             if segment is None or not segment.polls or not segment.takes_objects(now):
                 continue
             is_same_tier = segment.tier is source.tier
-            if (
-                not (is_same_tier or job.targets or segment.tier is Tier.SSD)
-                or stored.on(segment) is not None
-            ):
+            if not (is_same_tier or targets or segment.tier is Tier.SSD) or stored.on(segment) is not None:
                 continue
             if not segment.allocator.has_hole(stored.size_bytes):
                 continue
