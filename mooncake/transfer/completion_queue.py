@@ -68,7 +68,7 @@ STALE_DESCRIPTOR_STATUSES = frozenset({Status.PEER_LOST, Status.ACCESS_DENIED})
 """Statuses that may result from an outdated descriptor, among other causes."""
 
 MAX_OVERTIME_S = 1.0
-"""How long after their time batches are waited for whose caller was interrupted."""
+"""How long the end of batches whose caller was interrupted is waited for after their time is over."""
 
 
 class TransferTarget(Protocol):
@@ -166,16 +166,15 @@ class CompletionQueue:
         completion is lost. ``cancel`` ends what may be under way when the time is over.
         """
         finished: list[Completion] = []
-        num_begun = 0
         failure: BaseException | None = None
         until = time.monotonic() + timeout_s + MAX_OVERTIME_S
         readable = select.poll()
         readable.register(self.fileno(), select.POLLIN)
         while True:
             try:
-                while num_begun < len(begins):
-                    begins[num_begun]()
-                    num_begun += 1
+                if failure is None:
+                    for begin in begins:
+                        begin()
                 while len(self) and (failure is None or time.monotonic() < until):
                     readable.poll(1000)  # an exception that is raised here loses no completion
                     finished += self.drain()
@@ -183,7 +182,7 @@ class CompletionQueue:
                     cancel()
                 break
             except BaseException as error:
-                num_begun, failure = len(begins), error
+                failure = error
         if failure is not None:
             raise failure
         return finished
