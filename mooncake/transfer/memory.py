@@ -174,9 +174,14 @@ def device_span_of(buffer: Any) -> tuple[int, int, bool] | None:
     return int(address), item * int(np.prod(shape, dtype=np.int64)), not is_read_only
 
 
+def _is_range(address: int, size: int) -> bool:
+    """Whether a process can have this range: it is not empty, and no address has more than 57 bits."""
+    return address > 0 and size > 0 and address + size <= 1 << 57
+
+
 def is_mapped(address: int, size: int) -> bool:
     """Whether all of the range is mapped in this process, with any protection."""
-    if address <= 0 or size <= 0 or address + size > 1 << 57:
+    if not _is_range(address, size):
         return False
     start = address & -mmap.PAGESIZE
     return bool(_msync(start, address + size - start, 1) == 0)  # MS_ASYNC: checks, writes nothing
@@ -193,7 +198,7 @@ def is_writable(address: int, size: int) -> bool:
 
 
 def _permits(address: int, size: int, permission: int, populate: int) -> bool:
-    if address <= 0 or size <= 0 or address + size > 1 << 57:
+    if not _is_range(address, size):
         return False
     start, end = address & -mmap.PAGESIZE, address + size
     if end - start <= POPULATED_BYTES:  # then it takes little longer than ``msync``
@@ -236,14 +241,14 @@ def _mappings_permit(start: int, end: int, permission: int) -> bool:
     return False
 
 
-def is_device_memory(address: int, library: str = "libcuda.so.1") -> bool:
+def is_device_memory(address: int, library: str) -> bool:
     """Whether the address is in memory of a device, which the processor cannot read; starts nothing.
 
     The CUDA driver is asked if this process already uses it, and only where the processor cannot read: it
     takes longer than a small transfer to find out that there is none.
     """
     return (
-        0 < address < 1 << 57
+        _is_range(address, 1)
         and not is_readable(address, 1)
         and _native.Cuda.is_device_memory(library, address)
     )

@@ -140,11 +140,10 @@ class RegisteredBuffers:
         Addresses that a caller has given are checked, as a registration checks those of larger buffers.
         False: one of them is a device's, which the processor cannot copy.
         """
-        library = self._memory.engine.settings.cuda_library
         try:
             for buffer, (address, size_bytes), staged in zip(buffers, ranges, self.addresses, strict=True):
                 if type(buffer) is tuple and size_bytes and not is_readable(address, size_bytes):
-                    if is_device_memory(address, library):
+                    if is_device_memory(address, self._memory.engine.settings.cuda_library):
                         return False
                     raise InvalidArgument(
                         "buffer", buffer, "memory of this process; some of it cannot be read here"
