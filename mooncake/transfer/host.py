@@ -70,7 +70,7 @@ def numeric_hosts(host: str, field: str) -> list[str]:
         raise InvalidArgument(field, host, "a host name or address")
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # as above
+    except (OSError, ValueError) as error:  # ValueError: no host can have this name
         raise InvalidArgument(field, host, f"a host name or address that resolves ({error})") from error
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
