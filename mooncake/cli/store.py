@@ -131,13 +131,13 @@ def put(
             refusal = store.put(key, content, policy, replace=replace)
         if refusal is not None:
             fail(str(refusal))
-        is_others = not replace and _is_others(store.inspect([key])[0], before, len(content))
-    if is_others:
+        is_another = not replace and _is_another(store.inspect([key])[0], before, len(content))
+    if is_another:
         shown = one_line(key, sys.stderr)
         print(f"{shown} exists and was left unchanged (--replace overwrites it)", file=sys.stderr)
 
 
-def _is_others(found: m.ObjectStatus | None, before: m.ObjectStatus | None, size_bytes: int) -> bool:
+def _is_another(found: m.ObjectStatus | None, before: m.ObjectStatus | None, size_bytes: int) -> bool:
     """Whether ``found`` after a put of ``size_bytes`` is not what was put: it was there ``before``, perhaps
     while it was being written, or another client stored it in between."""
     if found is None or found.is_writing:
