@@ -36,9 +36,8 @@ class RegisteredMemory:
         self._lock = threading.RLock()
         self._starts: list[int] = []
         self._regions: dict[int, Region] = {}
-        self._read_only: set[int] = set()
-        """Starts of the regions that the processor may not write, such as a file that is mapped read-only."""
-        self._spans: tuple[Column, Column] | None = None
+        self._columns: tuple[Column, Column, npt.NDArray[np.bool_]] | None = None
+        """Starts, ends, and flags of the regions that are writable; None until they are needed again."""
         self._slabs: list[tuple[Region, int]] = []
         self._free: dict[int, list[int]] = {}
         self._allocated: dict[int, int] = {}
@@ -60,11 +59,9 @@ class RegisteredMemory:
             try:
                 for address, size in zip(addresses, sizes, strict=True):
                     self._check(address, size)
-                    is_writable = self._can_be_written(address, size)
-                    memory = (address, size) if is_writable else _read_only_view(address, size)
+                    can_be_written = self._can_be_written(address, size)
+                    memory = (address, size) if can_be_written else _read_only_view(address, size)
                     self._insert(address, self._engine.register(memory, where))
-                    if not is_writable:
-                        self._read_only.add(address)
                     added.append(address)
             except BaseException:
                 for address in added:
@@ -99,28 +96,31 @@ class RegisteredMemory:
         if len(addresses) == 1 and self._covers(int(addresses[0]), int(sizes[0]), to_write):
             return None  # takes a tenth of the time of the general case
         with self._lock:
-            spans = self._spans
-            if spans is None:
+            if self._columns is None:
+                regions = [self._regions[start] for start in self._starts]
                 starts = np.array(self._starts, dtype=np.uint64)
-                sizes_ = [self._regions[start].size_bytes for start in self._starts]
-                spans = self._spans = starts, starts + np.array(sizes_, dtype=np.uint64)
-        starts, ends = spans
+                region_sizes = np.array([region.size_bytes for region in regions], dtype=np.uint64)
+                are_writable = np.array([region.is_writable for region in regions], dtype=np.bool_)
+                self._columns = starts, starts + region_sizes, are_writable
+            starts, ends, are_writable = self._columns
         at = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
         if not len(starts):
             missing = sizes > 0
         else:
             nearest = np.maximum(at, 0)
             missing = ((at < 0) | (addresses + sizes > ends[nearest])) & (sizes > 0)
-            if to_write and self._read_only:
-                missing |= np.isin(starts[nearest], list(self._read_only)) & (sizes > 0)
+            if to_write:
+                missing |= ~are_writable[nearest] & (sizes > 0)
         return missing if missing.any() else None
 
     def _covers(self, address: int, size: int, to_write: bool) -> bool:
         with self._lock:
             at = bisect.bisect_right(self._starts, address) - 1
-            if to_write and at >= 0 and self._starts[at] in self._read_only:
+            if at < 0:
                 return False
-            return at >= 0 and address + size <= self._starts[at] + self._regions[self._starts[at]].size_bytes
+            region = self._regions[self._starts[at]]
+            is_inside = address + size <= region.address + region.size_bytes
+            return is_inside and (region.is_writable or not to_write)
 
     def end_of(self, address: int) -> int | None:
         """Address after the region in which ``address`` lies; None when that is not registered."""
@@ -201,12 +201,11 @@ class RegisteredMemory:
     def _insert(self, address: int, region: Region) -> None:
         bisect.insort(self._starts, address)
         self._regions[address] = region
-        self._spans = None
+        self._columns = None
 
     def _drop(self, address: int) -> None:
         self._starts.remove(address)
-        self._read_only.discard(address)
-        self._spans = None
+        self._columns = None
         self._engine.unregister(self._regions.pop(address))
 
 
