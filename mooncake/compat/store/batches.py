@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from mooncake.compat.store.error_codes import StoreCode
+from mooncake.errors import MooncakeError
 
 ItemT = TypeVar("ItemT")
 
@@ -34,8 +36,15 @@ def on_good(good: Sequence[bool], act: Callable[[list[int]], list[int]]) -> list
 
 
 def is_late(seconds: float, timeout_s: float) -> bool:
-    """Whether a read that took so long, and did not find an object, may have found it with more time."""
+    """Whether a read that took so long, and did not find an object, might have found it with more time."""
     return seconds >= min(LATE_S, timeout_s)
+
+
+def read_again(results: list[ItemT], at: list[int], read: Callable[[list[int]], Sequence[ItemT]]) -> None:
+    """Replace the results at these indices by those of ``read``; when that fails, they stay as they are."""
+    with contextlib.suppress(MooncakeError):  # the others have arrived
+        for i, result in zip(at, read(at), strict=True):
+            results[i] = result
 
 
 def cut(sizes: Sequence[int], part_bytes: int | None = None) -> Iterator[list[int]]:

@@ -23,7 +23,7 @@ from mooncake.compat.store.arguments import (
     rows,
     total_bytes,
 )
-from mooncake.compat.store.batches import cut, is_late, pick
+from mooncake.compat.store.batches import cut, is_late, pick, read_again
 from mooncake.compat.store.buffer_pool import BufferHandle
 from mooncake.compat.store.caller_memory import (
     BufferRegistrationCalls,
@@ -196,9 +196,7 @@ class ReadCalls(BufferRegistrationCalls):
             missing = [i for i in at if not values[i]]
             was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
             if missing and (was_slow or not has_room):
-                with contextlib.suppress(MooncakeError):  # the others have arrived
-                    for i, handle in zip(missing, read_buffers(session, pick(keys, missing)), strict=True):
-                        values[i] = b"" if handle is None else _bytes_of(what, handle)
+                read_again(values, missing, lambda at: read_bytes(session, what, pick(keys, at)))
             session.client_metrics.count_bytes("read", sum(map(len, values)))
             return values
 
@@ -206,7 +204,7 @@ class ReadCalls(BufferRegistrationCalls):
 
     def _get_buffers(self, what: str, keys: list[str]) -> list[BufferHandle | None]:
         return self._in_session(
-            what, lambda session: read_buffers(session, keys), lambda _: [None] * len(keys)
+            what, lambda session: read_buffers(session, what, keys), lambda _: [None] * len(keys)
         )
 
     def _get_pointers(self, what: str, keys: Any, pointers: Any, sizes: Any) -> list[int]:
@@ -231,17 +229,21 @@ class ReadCalls(BufferRegistrationCalls):
         return self._in_session(what, get, lambda code: [code] * len(keys))
 
 
+def read_bytes(session: StoreSession, what: str, keys: Sequence[str]) -> list[bytes]:
+    """Read whole objects; empty for a miss, and when this host has no memory for one."""
+    handles = read_buffers(session, what, keys)
+    return [b"" if handle is None else _bytes_of(what, handle) for handle in handles]
+
+
 def _bytes_of(what: str, handle: BufferHandle) -> bytes:
     """Copy of an object; empty when this host has no memory for one."""
     return allocated(what, handle.size(), lambda _: bytes(handle)) or b""
 
 
-def read_buffers(session: StoreSession, keys: Sequence[str]) -> list[BufferHandle | None]:
+def read_buffers(session: StoreSession, what: str, keys: Sequence[str]) -> list[BufferHandle | None]:
     """Read whole objects to memory of their own; None for a miss."""
     grants = open_reads(session, keys)
-    handles = [
-        None if grant is None else allocated("get", grant.size_bytes, BufferHandle) for grant in grants
-    ]
+    handles = [None if grant is None else allocated(what, grant.size_bytes, BufferHandle) for grant in grants]
     parts = [[] if handle is None else [(handle.ptr(), handle.size())] for handle in handles]
     wanted = [None if handle is None else grant for grant, handle in zip(grants, handles, strict=True)]
     codes = read_granted(session, wanted, parts)
@@ -260,12 +262,11 @@ def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Sp
             codes = [MISS if size is None else size for size in sizes]
             missing = [at for at, code in enumerate(codes) if code == MISS]
             if missing and is_late(time.monotonic() - began, session.store.settings.timeout_s):
-                with contextlib.suppress(MooncakeError):  # the others have arrived
-                    again = read_granted(
-                        session, open_reads(session, pick(keys, missing)), pick(parts, missing)
-                    )
-                    for at, code in zip(missing, again, strict=True):
-                        codes[at] = code
+                read_again(
+                    codes,
+                    missing,
+                    lambda at: read_granted(session, open_reads(session, pick(keys, at)), pick(parts, at)),
+                )
             return codes
     return read_granted(session, open_reads(session, keys), parts)
 

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from mooncake.compat.store import batches
 from mooncake.compat.store.arguments import is_good_key
-from mooncake.compat.store.batches import cut, is_late, pick
+from mooncake.compat.store.batches import cut, is_late, pick, read_again
 from mooncake.compat.store.caller_memory import on_device, registered_spans
 from mooncake.compat.store.read_plan import Part, ReadPlan, plan_reads
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.errors import MooncakeError, Unavailable
+from mooncake.errors import Unavailable
 from mooncake.store.client.grants import ReadGrant
 from mooncake.transfer import Op, Status
 
@@ -49,20 +49,17 @@ def read_parts(
         plan_reads(grant.size_bytes, grant.chunk_bytes, of_grant)
         for grant, of_grant in zip(grants, parts, strict=True)
     ]
-    pieces = list(cut([plan.moved_bytes for plan in plans]))
+    moved_bytes = [plan.moved_bytes for plan in plans]
+    pieces = list(cut(moved_bytes))
     if len(pieces) <= 1:
         good = _read(session, grants, plans)
     else:
         with _kept(session, grants):
             good = [one for at in pieces for one in _read(session, pick(grants, at), pick(plans, at))]
     missing = [at for at, is_good in enumerate(good) if not is_good]
-    moved_bytes = sum(plan.moved_bytes for plan in plans)
     was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
-    if missing and (was_slow or moved_bytes > batches.SLOW_PART_BYTES):
-        with contextlib.suppress(MooncakeError):  # the others have arrived
-            again = _read_slowly(session, pick(grants, missing), pick(plans, missing))
-            for at, is_good in zip(missing, again, strict=True):
-                good[at] = is_good
+    if missing and (was_slow or sum(moved_bytes) > batches.SLOW_PART_BYTES):
+        read_again(good, missing, lambda at: _read_slowly(session, pick(grants, at), pick(plans, at)))
     return good
 
 
