@@ -22,6 +22,8 @@ from typing import Literal
 
 import msgspec
 
+from mooncake.security.http_auth import secret_bytes
+
 MAX_SESSIONS = 256
 SESSION_S = 12 * 3600.0
 """Longest life of a session."""
@@ -150,7 +152,7 @@ def is_same_site(headers: Mapping[str, str]) -> bool:
 
 def is_equal(given: str, wanted: str) -> bool:
     """Compare secrets in constant time. Nothing equals an empty one."""
-    return bool(wanted) and hmac.compare_digest(_bytes_of(given), _bytes_of(wanted))
+    return bool(wanted) and hmac.compare_digest(secret_bytes(given), secret_bytes(wanted))
 
 
 def host_of(authority: str) -> str:
@@ -175,9 +177,4 @@ def _is_loopback_address(text: str) -> bool:
 
 
 def _digest(token: str) -> bytes:
-    return hashlib.sha256(_bytes_of(token)).digest()
-
-
-def _bytes_of(text: str) -> bytes:
-    """Bytes of what a visitor sent, which may have half of a surrogate pair."""
-    return text.encode(errors="surrogatepass")
+    return hashlib.sha256(secret_bytes(token)).digest()

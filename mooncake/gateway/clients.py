@@ -25,6 +25,7 @@ from prometheus_client import Counter
 from mooncake import metrics
 from mooncake.errors import InvalidArgument
 from mooncake.http.openai import ApiError
+from mooncake.security.http_auth import secret_bytes
 from mooncake.security.identity import check_private
 
 MAX_FILE_BYTES = 16 << 20
@@ -271,8 +272,7 @@ def _decoded(suffix: str, text: str) -> Any:
 
 
 def _digest(key: str) -> str:
-    # A key in JSON may have half of a surrogate pair; it is a wrong key as any other.
-    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+    return hashlib.sha256(secret_bytes(key)).hexdigest()
 
 
 def _quotas(entry: ClientEntry) -> tuple[float, ...]:

@@ -174,14 +174,14 @@ class AdminKey:
     """``key`` is what callers must send as ``X-API-Key``, or as ``Authorization: Bearer``; "" refuses all."""
 
     def __init__(self, key: str) -> None:
-        self._key = _bytes_of(key)
+        self._key = secret_bytes(key)
 
     def __repr__(self) -> str:
         return f"<AdminKey {'set' if self._key else 'not set'}>"
 
     def matches(self, headers: Mapping[str, str]) -> bool:
         """Whether the request has the key. False when no key is set."""
-        return bool(self._key) and hmac.compare_digest(_bytes_of(_given_key(headers)), self._key)
+        return bool(self._key) and hmac.compare_digest(secret_bytes(_given_key(headers)), self._key)
 
     def refusal(self, headers: Mapping[str, str], principal: Principal | None = None) -> KeyRefusal | None:
         """Check a call; None allows it. ``principal`` is that of the cluster credential, if any."""
@@ -199,9 +199,13 @@ class AdminKey:
         return KeyRefusal(401, "invalid_api_key", f"the header X-API-Key {what}; nothing was done")
 
 
-def _bytes_of(key: str) -> bytes:
-    """Bytes to compare. A header or a variable that is not UTF-8 is read as text with surrogates."""
-    return key.encode(errors="surrogatepass")
+def secret_bytes(text: str) -> bytes:
+    """Bytes of a key or a token, to compare or to hash.
+
+    A header or a variable that is not UTF-8 is read as text with surrogates, and JSON may have half of a
+    surrogate pair: such a secret is a wrong one, and no error.
+    """
+    return text.encode(errors="surrogatepass")
 
 
 def _given_key(headers: Mapping[str, str]) -> str:
