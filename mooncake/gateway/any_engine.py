@@ -555,7 +555,7 @@ class ProxiedRequest(PlacedRequest):
         """Yield whole events; the first piece has all up to the first token."""
         held: list[bytes] | None = []
         has_ended = False
-        events = self._workers.named_events(decision.decode, self._path, body, headers, self.api.openings)
+        events = self._workers.named_events(decision.decode, self._path, body, headers, self.api.is_opening)
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
@@ -569,7 +569,7 @@ class ProxiedRequest(PlacedRequest):
                         await self._prefill_answered()
                         usage = usage or self.usage
                     self._note_usage(usage)
-                    if held is not None and (not name or name in self.api.openings):
+                    if held is not None and self.api.is_opening(name):
                         held.append(event)
                         continue
                     self._computed()

@@ -50,6 +50,10 @@ class EngineApi:
     def has_named_events(self) -> bool:
         return bool(self.endings)
 
+    def is_opening(self, event_name: str) -> bool:
+        """Whether an event of this name comes before the first token; one without a name does."""
+        return not event_name or event_name in self.openings
+
     @property
     def is_chat(self) -> bool:
         """Whether it takes a chat, or another form of one, and not prompts that are continued."""

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import aiohttp
@@ -204,18 +204,17 @@ class WorkerClient:
         path: str,
         body: Mapping[str, Any],
         headers: Mapping[str, str],
-        openings: Collection[str] = (),
+        is_opening: Callable[[str], bool],
     ) -> AsyncGenerator[bytes, None]:
         """Yield a stream's events as they were sent, until the engine ends it. Raises as ``complete``.
 
-        ``openings``: names of events that are sent before the first token.
+        ``is_opening``: whether an event of this name comes before the first token.
         """
         async with self._post(instance, path, body, headers) as response:
             parser, has_begun = EventParser(), False
             while data := await self._next(instance, response.content, has_begun):
                 for event in parser.whole(data):
-                    name = name_of(event)
-                    has_begun = has_begun or bool(name and name not in openings)
+                    has_begun = has_begun or not is_opening(name_of(event))
                     yield event
             if parser.rest:
                 yield parser.rest

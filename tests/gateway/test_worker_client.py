@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from mooncake.gateway import worker_client
+from mooncake.gateway.engine_apis import RESPONSES
 from mooncake.gateway.worker_client import CompletionChunk, WorkerBusy, WorkerClient, WorkerFailed
 from mooncake.http.openai import ApiError
 
@@ -157,7 +158,6 @@ async def impatient(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerClie
 
 TOKEN, END = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n', b"data: [DONE]\n\n"
 CREATED, DELTA = b"event: response.created\ndata: {}\n\n", b"event: delta\ndata: {}\n\n"
-OPENINGS = ("response.created",)
 
 
 async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_be_silent(
@@ -179,7 +179,7 @@ async def test_the_first_token_may_take_longer_than_the_next_one(
 
 async def test_events_before_the_first_token_do_not_begin_the_answer(impatient: WorkerClient) -> None:
     async with silent(CREATED, DELTA) as worker:
-        events = impatient.named_events(worker.address, "/v1/responses", {}, {}, OPENINGS)
+        events = impatient.named_events(worker.address, RESPONSES.path, {}, {}, RESPONSES.is_opening)
         assert [event async for event in events] == [CREATED, DELTA]
 
 
@@ -190,7 +190,7 @@ async def test_a_stream_that_has_begun_may_not_be_silent_for_long(
     async with silent(DELTA if has_names else TOKEN, END) as worker:
         events: AsyncGenerator[Any, None] = impatient.stream(worker.address, {}, {})
         if has_names:
-            events = impatient.named_events(worker.address, "/v1/responses", {}, {}, OPENINGS)
+            events = impatient.named_events(worker.address, RESPONSES.path, {}, {}, RESPONSES.is_opening)
         await anext(events)
         with pytest.raises(WorkerFailed, match="stalled"):
             await anext(events)
