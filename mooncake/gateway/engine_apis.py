@@ -66,8 +66,9 @@ class EngineApi:
         completion with ``messages`` is no chat.
         """
         found = request.get(self.prompt)
-        is_batch = isinstance(found, list) and len(found) > 0 and not isinstance(found[0], int)
-        return found if is_batch and not self.is_chat and isinstance(found, list) else [found]
+        if self.is_chat or not isinstance(found, list) or not found or isinstance(found[0], int):
+            return [found]
+        return found
 
     def num_answers(self, request: Mapping[str, Any]) -> int:
         """Answers to a request: its prompts times ``n``. Embedded prompts are answered beside the others."""

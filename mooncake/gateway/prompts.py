@@ -107,7 +107,7 @@ class PromptHasher:
         headers: Mapping[str, str],
         scheduling: ConductorClient,
     ) -> PromptKeys:
-        """Compute the keys of the (first) prompt of a request."""
+        """Compute the keys of the first prompt of a request, and count the tokens of its other ones."""
         prompts = api.prompts(request)
         named = _NamedPrompt(as_chat(api, request), api.is_chat, prompts[0])
         found = await self._name(named, adapter, headers, scheduling)

@@ -85,7 +85,7 @@ class Attempts:
     "When no instance had room and no other part of the answer was in progress; 0: not yet."
 
     def found_room(self) -> None:
-        """A call has begun: what is refused after it waits from the beginning."""
+        """Note that a worker serves a call: the next refusal begins a wait of its own."""
         self.busy, self.full_since = None, 0.0
 
 
