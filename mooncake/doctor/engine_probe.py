@@ -102,7 +102,7 @@ async def _read_pages(
     http: HttpProbe,
     server: HttpServerAt,
     facts: EngineFacts,
-    models: Any,
+    models: Mapping[str, Any],
     given: Mapping[str, EventSource],
 ) -> MetricsPage | None:
     _read_models(facts, models)
@@ -138,9 +138,8 @@ async def _found(http: HttpProbe, server: HttpServerAt, path: str) -> Any:
     return reply.json() if reply.status == 200 else None
 
 
-def _read_models(facts: EngineFacts, found: Any) -> None:
-    cards = found.get("data", []) if isinstance(found, dict) else []
-    cards = [one for one in cards if isinstance(one, dict)]
+def _read_models(facts: EngineFacts, found: Mapping[str, Any]) -> None:
+    cards = [one for one in found["data"] if isinstance(one, dict)]
     # Adapters are models of their own in the list, and name the model that they belong to.
     facts.models = tuple(str(one.get("id", "")) for one in cards if not one.get("parent"))
     for card in cards[:1]:

@@ -65,8 +65,6 @@ class Examination:
         self.settings = settings
         self._given = read_sources(settings.events)
         self._earlier = _read_earlier(settings.canary_file)
-        self._named: dict[str, HttpServerAt] = {}
-        """Engines of ``--engine`` with the scheme that was written, by address."""
         self._servers: dict[str, HttpServerAt] = {}
         """Servers as they were last read, by address."""
 
@@ -103,39 +101,37 @@ class Examination:
 
     async def _read_servers(self, http: HttpProbe, facts: Facts) -> None:
         settings = self.settings
+        named = [self.server(url, settings.engine_api_key) for url in settings.engine]
         roles: dict[str, str] = {}
         if settings.gateway_url:
             server = self.server(settings.gateway_url, settings.api_key)
             facts.gateway = await read_gateway(http, server, settings.admin_api_key)
-            for row in facts.gateway.instances or []:
-                roles[row.address] = row.role
-            named = {self.server(url, "").address for url in settings.engine}
-            for row in facts.gateway.absent:
-                if row.address not in named:
-                    roles.pop(row.address, None)
-        for url in settings.engine:
-            server = self.server(url, settings.engine_api_key)
-            roles.setdefault(server.address, "")
-            if "://" in url:
-                self._named[server.address] = server
+            skipped = {row.address for row in facts.gateway.absent} - {one.address for one in named}
+            rows = facts.gateway.instances or []
+            roles = {row.address: row.role for row in rows if row.address not in skipped}
+        for one in named:
+            roles.setdefault(one.address, "")
+        written = {one.address: one for url, one in zip(settings.engine, named, strict=True) if "://" in url}
         if len(roles) > MAX_ENGINES:
             facts.not_examined.append(("engines", f"{len(roles) - MAX_ENGINES} of {len(roles)} engines"))
         limit = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def read(address: str, role: str) -> EngineFacts:
             async with limit:
-                return await self._read_engine(http, address, role)
+                return await self._read_engine(http, address, role, written.get(address))
 
-        rows = list(roles.items())[:MAX_ENGINES]
-        facts.engines = await asyncio.gather(*(read(address, role) for address, role in rows))
+        examined = list(roles.items())[:MAX_ENGINES]
+        facts.engines = await asyncio.gather(*(read(address, role) for address, role in examined))
         # Those that compute prompts come first: what they save, the others should find.
         facts.engines.sort(key=lambda one: one.role == "decode")
 
-    async def _read_engine(self, http: HttpProbe, address: str, role: str) -> EngineFacts:
-        named = self._named.get(address)
-        server = named or self.server(address, self.settings.engine_api_key)
+    async def _read_engine(
+        self, http: HttpProbe, address: str, role: str, written: HttpServerAt | None
+    ) -> EngineFacts:
+        """``written``: the server, if the operator wrote its scheme."""
+        server = written or self.server(address, self.settings.engine_api_key)
         engine, page = await read_engine(http, server, role, self._given)
-        if named is None and engine.reach.trouble is Trouble.TLS and server.url.startswith("https:"):
+        if written is None and engine.reach.trouble is Trouble.TLS and server.url.startswith("https:"):
             # Engines of others have no certificate of the cluster.
             plain = self.server(f"http://{address}", self.settings.engine_api_key)
             engine, page = await read_engine(http, plain, role, self._given)
