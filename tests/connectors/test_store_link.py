@@ -41,6 +41,7 @@ from mooncake.transfer import TransferEngine, TransferSettings
 from tests.cluster import wait_for
 from tests.connectors.late_device import LateDevice
 from tests.transfer.mute import PATIENCE_S, Mute
+from tests.waiting import until
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 NUM_BLOCKS = 12
@@ -645,9 +646,11 @@ async def test_a_wrong_piece_fails_its_load_and_what_has_not_begun_of_it(cluster
     assert load.failed and load.claim.num_inside == 0 and counter._value.get() == before + 1
     assert len(load.held) < len(LONG), "the rest is of no use"
     assert reader.link.has_room(2, "load")
-    async with asyncio.timeout(TIMEOUT_S):  # the load has reported it, so the node drops the object
-        while len((await reader.lookup(LONG)).grants) > 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+
+    async def is_dropped() -> bool:
+        return len((await reader.lookup(LONG)).grants) <= 1
+
+    await until(is_dropped, "the end of the object whose damage the load has reported", TIMEOUT_S)
     await saved_prefix(cluster)
     assert not (await reader.load(await reader.lookup(LONG), list(range(1, 11)))).failed
 
