@@ -16,9 +16,10 @@ PART_BYTES = 512 << 20
 """Approximate size of the parts into which a batch is split."""
 SLOW_PART_BYTES = 64 << 20
 """Size of the parts in which bytes are read that did not arrive in time at first. Each of them must arrive
-within the lease of its object, which is kept alive from one to the next."""
+within the lease of its object, which is kept alive from one to the next. Also the largest put whose bytes
+have the timeout of a call; those of a larger one have the timeout of transfers."""
 LATE_S = 1.0
-"""Time after which an object that was not read may only have been too slow; a miss takes less."""
+"""Time after which a read that found no object may only have been too slow; a miss takes less."""
 
 
 def pick(values: Sequence[ItemT], at: Sequence[int]) -> list[ItemT]:

@@ -2,8 +2,8 @@
 """The calls that store objects: from bytes, from pointers, whole or in parts, new or as a replacement.
 
 All of them use ``store_parts``: per key the spans of its bytes, and one number per key as the result.
-An object that exists is not changed and counts as stored. An object of one span, unless it is large, is put
-by the store; the others are written span by span, in chunks such that each span can be read by itself.
+An object that exists is not changed and counts as stored. Objects of one span are put by the store, unless
+they are large; the others are written span by span, in chunks such that each span can be read by itself.
 """
 
 from __future__ import annotations
@@ -328,9 +328,10 @@ def _put_some(
     session: StoreSession, keys: list[str], parts: list[list[Span]], options: PutOptions, replace: bool
 ) -> list[int]:
     num_bytes = sum(map(total_bytes, parts))
-    # A put by the store has one deadline for all its steps; of a large one, the bytes have their own.
-    is_brief = num_bytes <= batches.SLOW_PART_BYTES or options.policy.is_durable
-    if is_brief and all(len(spans) == 1 for spans in parts):
+    # A put by the store has one deadline for all its steps; here, the bytes of a large one have their own.
+    # Durable puts are left to the store, which copies a part of them to SSD while it writes the next.
+    is_left_to_store = num_bytes <= batches.SLOW_PART_BYTES or options.policy.is_durable
+    if is_left_to_store and all(len(spans) == 1 for spans in parts):
         spans = [spans[0] for spans in parts]
         outcomes = session.store.put_batch(
             keys, spans, options.policy, groups=options.groups, replace=replace
@@ -340,9 +341,9 @@ def _put_some(
         outcomes = [None] * len(keys)
         wanted, num_lost = list(range(len(keys))), 0
         pauses = pauses_within(session.store.settings.timeout_s / 2)
+        timeout_s = session.transfer_s(num_bytes)
         while wanted:
             there, where = pick(keys, wanted), pick(parts, wanted)
-            timeout_s = session.transfer_s(num_bytes)
             found = _write(session.store, there, where, options.at(wanted), replace, timeout_s)
             for at, outcome in zip(wanted, found, strict=True):
                 outcomes[at] = outcome
