@@ -16,7 +16,6 @@ import array
 import contextlib
 import math
 import mmap
-import operator
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.compat import public_in
+from mooncake.compat.store.arguments import number
 from mooncake.errors import MooncakeError
 from mooncake.log import get_logger
 from mooncake.store.allocator import PAGE_BYTES, Allocator
@@ -324,7 +324,9 @@ class BufferPool:
         prewarm_size: int | None = None,
         prewarm_count: int = 0,
     ) -> None:
-        max_bytes, min_size_class, alignment = map(operator.index, (max_bytes, min_size_class, alignment))
+        max_bytes = number("BufferPool", "max_bytes", max_bytes)
+        min_size_class = number("BufferPool", "min_size_class", min_size_class)
+        alignment = number("BufferPool", "alignment", alignment)
         if max_bytes < 0 or min_size_class < 1 or alignment < 1 or alignment & (alignment - 1):
             raise RuntimeError(
                 f"BufferPool: max_bytes ({max_bytes}) must not be negative, min_size_class "
@@ -355,7 +357,7 @@ class BufferPool:
             BufferPoolTimeout: nothing was released in time.
             MemoryError: the host has no more memory.
         """
-        size = operator.index(size)  # the total of numpy's would wrap around
+        size = number("acquire", "size", size)  # a total of numpy's integers would wrap around
         if size < 0:
             raise TypeError(f"acquire: size {size} is negative")
         if size > MOST_BYTES or (self._max_bytes and size > self._max_bytes):

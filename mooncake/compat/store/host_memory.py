@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import operator
 import os
 import platform
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mooncake.compat import public_in
+from mooncake.compat.store.arguments import number
 from mooncake.log import get_logger
 
 log = get_logger("mooncake.store")
@@ -36,9 +36,9 @@ class MooncakeHostMemAllocator:
 
         Raises:
             TypeError: not a size of 64 bits.
-            RuntimeError: there is no such memory. Callers use the address without a look at it.
+            RuntimeError: there is no such memory. Callers use the address without checking it.
         """
-        size = operator.index(size)
+        size = number("alloc", "size", size)
         if not 0 <= size < 1 << 64:
             raise TypeError(f"alloc(): size must be a size of 64 bits, not {size}")
         try:
@@ -57,7 +57,7 @@ class MooncakeHostMemAllocator:
 
     def free(self, ptr: int, /) -> int:
         """Free memory: 0; -1 when ``alloc`` did not return it, or it is already free."""
-        address = operator.index(ptr)
+        address = number("free", "ptr", ptr)
         with _lock:
             mapped = _maps.pop(address, None)
         if mapped is None:
