@@ -24,6 +24,7 @@ from mooncake.compat.store.setup_arguments import (
 )
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.transfer import InnerTransferEngine
+from mooncake.compat.transfer.environment import EngineSettings
 from mooncake.compat.transfer.environment import read_environment as read_engine_environment
 from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.compat.transfer.host_probe import available_schemes, rdma_devices, resolves
@@ -65,6 +66,7 @@ def _session_with_engine(arguments: SetupArguments, settings: DropinSettings) ->
 
     A port that is in use is replaced by a free one, which then is part of the name.
     """
+    engine_settings = read_engine_environment()
     host, fixed = split_host(arguments.local_hostname)
     shown = f"[{host}]" if ":" in host else host
     every = range(settings.min_port, settings.max_port + 1)
@@ -76,10 +78,9 @@ def _session_with_engine(arguments: SetupArguments, settings: DropinSettings) ->
             raise InvalidArgument(
                 "engine", type(arguments.engine).__name__, "what TransferEngine.get_engine() returned"
             )
-        return StoreSession(
-            arguments, settings, arguments.engine.engine, f"{shown}:{ports[0]}", owns_engine=False
-        )
-    base = _engine_settings(arguments)
+        engine, name = arguments.engine.engine, f"{shown}:{ports[0]}"
+        return StoreSession(arguments, settings, engine_settings, engine, name, owns_engine=False)
+    base = _transfer_settings(arguments, engine_settings)
     for port in ports:
         name = f"{shown}:{port}"
         with contextlib.suppress(AddressInUse):
@@ -89,7 +90,7 @@ def _session_with_engine(arguments: SetupArguments, settings: DropinSettings) ->
                     f"setup: port {fixed} of local_hostname {arguments.local_hostname!r} is in use; "
                     f"this process is {name}"
                 )
-            return StoreSession(arguments, settings, engine, name, owns_engine=True)
+            return StoreSession(arguments, settings, engine_settings, engine, name, owns_engine=True)
     where = f"{len(ports)} ports from {every[0]} to {every[-1]}, all"
     raise InvalidArgument("local_hostname", arguments.local_hostname, f"a free port; {where} in use")
 
@@ -117,9 +118,8 @@ def _serve_http(session: StoreSession) -> None:
     session.at_close.append(endpoint.close)
 
 
-def _engine_settings(arguments: SetupArguments) -> TransferSettings:
+def _transfer_settings(arguments: SetupArguments, engine_settings: EngineSettings) -> TransferSettings:
     """Settings of an engine whose peers are found through the master."""
-    engine_settings = read_engine_environment()
     try:
         choice = choose_transports(
             arguments.local_hostname,

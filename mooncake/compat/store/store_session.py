@@ -17,7 +17,7 @@ from mooncake.compat.store.buffer_pool import LocalBuffer
 from mooncake.compat.store.client_metrics import ClientMetrics
 from mooncake.compat.store.embedded_node import EmbeddedNode
 from mooncake.compat.store.setup_arguments import DEFAULT_TENANT, DropinSettings, SetupArguments
-from mooncake.compat.transfer.environment import read_environment as read_engine_environment
+from mooncake.compat.transfer.environment import EngineSettings
 from mooncake.compat.transfer.registered_memory import RegisteredMemory
 from mooncake.compat.transfer.temporary_registration import TemporaryRegistrations
 from mooncake.errors import MooncakeError
@@ -41,6 +41,7 @@ class StoreSession:
         self,
         arguments: SetupArguments,
         settings: DropinSettings,
+        engine_settings: EngineSettings,
         engine: TransferEngine,
         hostname: str,
         owns_engine: bool,
@@ -52,7 +53,7 @@ class StoreSession:
         self.is_cut_off = False
         """Whether the last call did not reach the master."""
         self._owns_engine = owns_engine
-        self.transfer_s = read_engine_environment().transfer_s
+        self.transfer_s = engine_settings.transfer_s
         """Seconds that the transfer of so many bytes may take, other than requests to the master."""
         self.store = self.client(settings.timeout_s)
         self._prober = self.client(settings.probe_timeout_s)
