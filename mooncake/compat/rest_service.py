@@ -369,13 +369,13 @@ class MooncakeStoreService:
             self.mounted_segment_ids = fresh + before
             failed = await self._unmount(self.store.unmount_segment, before, grace_s)
             gone = [one for one in failed if not self.store._has_segment(one)]
-            self._forget(gone)  # unmounted in another way, or with the store that had them
+            self._forget(gone)  # they are unmounted already, in another way or with their store
             if fresh:
                 self.current_mode, self.last_mount_info = "decode", dict(segment or {})
             left = list(self.mounted_segment_ids)
         if left and not fresh:
             return _error("Unmount failed", 500, failed_segment_ids=left, segment_ids=[])
-        # Earlier ones that are left, too, the next call tries to unmount again.
+        # The next call tries again to unmount the earlier ones that are left.
         return web.json_response({"status": "success", "mode": mode, "segment_ids": left})
 
     async def _mount_shared(self, segment: dict[str, Any]) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def _parts(what: str, keys: Sequence[str], *columns: Rows) -> list[list[Part] | 
 
 
 def _fits(session: StoreSession, parts: Sequence[Part], size_bytes: int, to_write: bool = False) -> bool:
-    """Whether the parts lie within the object, and in memory that permits to move them."""
+    """Whether the parts lie within the object, and ``are_accessible``."""
     if not all(offset >= 0 and 0 <= length <= size_bytes - offset for offset, _, length in parts):
         return False
     return are_accessible(session, [[(address, length) for _, address, length in parts]], to_write)[0]

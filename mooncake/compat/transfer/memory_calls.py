@@ -69,7 +69,7 @@ class MemoryCalls(EngineLifecycle):
             data = src.encode() if isinstance(src, str) else bytes(src)
             if not 0 <= length <= len(data):
                 raise InvalidArgument("length", length, f"0 to {len(data)}, the bytes given")
-            _check_memory(dest_address, length, is_writable)
+            _check_memory(dest_address, length, is_writable, "write")
             copy_in(dest_address, data[:length])
 
         return self._number("write_bytes_to_buffer", copy)
@@ -80,7 +80,7 @@ class MemoryCalls(EngineLifecycle):
         source_address, length = _integers([source_address, length])
 
         def copy() -> None:
-            _check_memory(source_address, length, is_readable)
+            _check_memory(source_address, length, is_readable, "read")
             read.append(copy_out(source_address, length))
 
         self._number("read_bytes_from_buffer", copy)
@@ -106,9 +106,9 @@ def _integers(values: Iterable[int]) -> list[int]:
     return [int(operator.index(value)) for value in values]
 
 
-def _check_memory(address: int, size: int, permits: Callable[[int, int], bool]) -> None:
+def _check_memory(address: int, size: int, permits: Callable[[int, int], bool], access: str) -> None:
     if size < 0 or (size and not permits(address, size)):
-        raise InvalidArgument("memory", f"[{address:#x}, +{size})", "memory that this process may access so")
+        raise InvalidArgument("memory", f"[{address:#x}, +{size})", f"memory that this process may {access}")
 
 
 def _check_location(what: str, location: object) -> None:

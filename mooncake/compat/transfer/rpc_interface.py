@@ -255,7 +255,7 @@ class _RpcServerThread:
         self._parts: dict[tuple[Connection, int], bytearray] = {}
         self._gathered_bytes = 0
         self._in_callback: set[int] = set()
-        """Threads that run a callback now."""
+        """Identifiers of the threads that run a callback now."""
         self._rpc = RpcServer(
             {MessagePart: self._accept},
             on_lost=self._connection_lost,
@@ -350,7 +350,7 @@ def _bytes_of(tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
     if hasattr(tensor, "detach"):  # torch's: to main memory, in order
         try:
             tensor = tensor.detach().cpu().contiguous()
-        except (RuntimeError, NotImplementedError) as error:  # sparse, or without memory
+        except RuntimeError as error:  # it is sparse, or has no memory; NotImplementedError is one, too
             raise TypeError(f"a tensor whose elements are in memory is needed: {error}") from error
     shape, dtype = tuple(int(size) for size in tensor.shape), str(tensor.dtype)
     if hasattr(tensor, "data_ptr"):  # bfloat16 and the float8 types have no numpy form
