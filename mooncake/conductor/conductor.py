@@ -115,8 +115,8 @@ class Conductor:
         self._has_prefill = False
         self._pool_slot = -1
         self._mean_duration_s = 1.0
-        # (instant, "probe" | "expiry", instance or request). An entry counts only if it still agrees with
-        # next_probe_at or expires_at; cancelling is done by changing those.
+        # (instant, "probe" | "expiry", instance or request). ``_counts`` says which entries still count:
+        # cancelling is done by changing next_probe_at or expires_at.
         self._timers: list[tuple[float, str, str]] = []
         self._story: deque[tuple[float, tuple[str, ...], str]] = deque(maxlen=_STORY_LENGTH)
         self._handlers: dict[type, Callable[..., list[Effect]]] = {
@@ -821,41 +821,36 @@ class Conductor:
         if (due_at := self.scaling.deadline()) is not None and due_at <= now:
             effects += self._scale(now)
         while self._timers and self._timers[0][0] <= now:
-            at, kind, key = heapq.heappop(self._timers)
+            timer = heapq.heappop(self._timers)
+            if not self._counts(timer):
+                continue
+            _, kind, key = timer
             if kind == "probe":
-                instance = self.instances.get(key)
-                if instance is not None and instance.next_probe_at == at:
-                    effects.append(self._probe(instance, now))
+                effects.append(self._probe(self.instances[key], now))
             else:
-                placement = self.placements.get(key)
-                # Without a placement: it was admitted, and then no instance was left for it.
-                is_due = (
-                    self.lifecycle.admission.knows(key) if placement is None else placement.expires_at == at
-                )
-                if is_due:
-                    self._record_story(now, (key,), f"expired {key}: its end was not reported in time")
-                    self.lifecycle.finished(Finished(key), now)
-                    effects += self._release(key, now)
+                self._record_story(now, (key,), f"expired {key}: its end was not reported in time")
+                self.lifecycle.finished(Finished(key), now)
+                effects += self._release(key, now)
         return effects
+
+    def _counts(self, timer: tuple[float, str, str]) -> bool:
+        """Whether a timer still agrees with the instance or the request that it was set for."""
+        at, kind, key = timer
+        if kind == "probe":
+            instance = self.instances.get(key)
+            return instance is not None and instance.next_probe_at == at
+        placement = self.placements.get(key)
+        if placement is None:  # its request may have been admitted, and then no instance was left for it
+            return self.lifecycle.admission.knows(key)
+        return placement.expires_at == at
 
     def _drop_stale_timers(self) -> None:
         """Drop timers of ended requests, of which the heap would otherwise hold an hour."""
-        admission, placements = self.lifecycle.admission, self.placements
-        if len(self._timers) < 1024 + 4 * (
-            len(placements) + len(self.instances) + len(admission.request_ids)
-        ):
+        num_admitted = len(self.lifecycle.admission.request_ids)
+        if len(self._timers) < 1024 + 4 * (len(self.placements) + len(self.instances) + num_admitted):
             return
-        live = [(one.expires_at, "expiry", key) for key, one in placements.items()]
-        live += [
-            one
-            for one in self._timers
-            if one[1] == "expiry" and one[2] not in placements and admission.knows(one[2])
-        ]
-        for instance in self.instances.values():
-            if instance.next_probe_at is not None:
-                live.append((instance.next_probe_at, "probe", instance.id))
-        heapq.heapify(live)
-        self._timers = live
+        self._timers = [*dict.fromkeys(filter(self._counts, self._timers))]
+        heapq.heapify(self._timers)
 
     # --- blocks
 

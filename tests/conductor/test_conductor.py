@@ -578,6 +578,10 @@ def test_ended_requests_leave_no_timers(conductor: Conductor) -> None:
         conductor.handle(Finished(f"r{number}"), 1.0)
         assert len(conductor._timers) < 2000
     assert conductor.deadline() is not None
+    for _ in range(5000):
+        conductor.handle(Place("again", 64), 1.0)
+        assert len(conductor._timers) < 2000, "nor do earlier placements of one that is placed anew"
+    conductor.check()
 
 
 NAMES = ["p1", "p2", "d1", "d2"]
