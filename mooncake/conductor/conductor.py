@@ -18,6 +18,7 @@ from random import Random
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake.conductor.admission import SOONEST_RETRY_S, AdmissionResult, PoolCapacity
 from mooncake.conductor.explanation import Explanation
@@ -324,7 +325,7 @@ class Conductor:
         ready, names = np.concatenate([self._pools_of(role)[0] for role in WorkerRole]), self.cluster.names
         full, limit = [], self._settings.max_requests_per_instance
         if len(self.placements) >= limit:
-            full = [names[slot] for slot in self._with_room(ready, is_full=True).tolist()]
+            full = [names[slot] for slot in ready[~self._has_room(ready)].tolist()]
         unready = self.instances.values() if len(ready) < len(self.instances) else ()
         exclude = [name for name in event.exclude if name in self.instances]
         others = passed_over(exclude, full, limit, unready)
@@ -393,15 +394,16 @@ class Conductor:
         for pool in self._pools_of(role):
             eligible = self._without(pool, exclude)
             if len(self.placements) >= self._settings.max_requests_per_instance:  # else none can have so many
-                eligible = self._with_room(eligible)
+                has_room = self._has_room(eligible)
+                if np.count_nonzero(has_room) < len(eligible):
+                    eligible = eligible[has_room]
             if len(eligible):
                 return policy(self.cluster, job, eligible)
         return None
 
-    def _with_room(self, pool: Slots, is_full: bool = False) -> Slots:
-        """Those that may get one more request, or with ``is_full`` those that may not."""
-        is_one = (self.loads.num_requests.take(pool) >= self._settings.max_requests_per_instance) == is_full
-        return pool if np.count_nonzero(is_one) == len(pool) else pool[is_one]
+    def _has_room(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of these instances may get one more request."""
+        return self.loads.num_requests.take(slots) < self._settings.max_requests_per_instance
 
     def _without(self, pool: Slots, exclude: dict[InstanceId, None]) -> Slots:
         for instance in exclude:
