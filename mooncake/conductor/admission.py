@@ -339,10 +339,7 @@ class _Bid:
     budget: float
     "As of ``ShadowPrice.per_second``."
     seen: float = 1.0
-
-    @property
-    def is_free(self) -> bool:
-        return self.cost_s <= 0 or not self.capacity
+    "As of ``ShadowPrice.rate``."
 
     def refusal(self, now: float) -> AdmissionResult:
         wait_s = self.price.turn_in_s(self.cost_s, self.capacity)
@@ -354,16 +351,14 @@ class _Bid:
 def _at_prices(bids: Sequence[_Bid], now: float) -> AdmissionResult | None:
     """Why a request is not worth one of its costs; None if it is worth all, or if its class has a turn where
     it is not. It is demand for a resource only if those before it do not refuse it."""
-    turns = []
+    bids, turns = [bid for bid in bids if bid.cost_s > 0 and bid.capacity], []
     for bid in bids:
-        if bid.is_free:
-            continue
         bid.price.offer(bid.value, bid.cost_s, now)
         if bid.price.is_paid(bid.value, bid.cost_s, bid.budget, now):
             continue
         if not bid.price.has_turn(bid.cost_s, bid.capacity, now):
             for other in bids:
-                if other is not bid and not other.is_free:
+                if other is not bid:
                     other.price.keep(other.cost_s, now)
             return bid.refusal(now)
         turns.append(bid)
