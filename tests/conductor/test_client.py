@@ -122,9 +122,10 @@ async def test_no_end_is_dropped_when_more_facts_wait_than_there_is_room_for(
     names = [f"r{number}" for number in range(client._MOST_UNSENT + 1000)]
     for name in names:
         remote.post(Finished(name))
+    assert len(remote._late_ends) == 1000 and list(remote._ending) == names, "a claim names them all"
     answer.set()
     await until(lambda: len(received) >= len(names))
-    assert received == names and not remote._late_ends
+    assert received == names and not remote._late_ends and not remote._ending
 
 
 async def test_a_claim_names_all_that_has_not_ended_or_ends_later(
