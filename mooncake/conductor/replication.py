@@ -169,8 +169,8 @@ class Replicas:
     Owners are connections of gateways, or other conductors by their ids. A gateway's report counts by
     whichever way it comes. That a gateway is lost counts only from the conductor that owns its requests:
     after a gateway has changed over, its connection to the conductor that it left may end at any time. What a
-    conductor says late, because it stood still, must not undo that: a gateway's claims are numbered, and only
-    a later one takes a request from a connection here.
+    conductor reports late, because it stood still, must not undo that: a gateway's claims are numbered, and
+    only a later one takes a request from a connection here.
 
     Ends are remembered with their instants. A conductor that stood still has missed them, and its snapshot
     names the requests once more.
