@@ -195,9 +195,10 @@ class ReadCalls(BufferRegistrationCalls):
                 has_room = False
             missing = [i for i in at if not values[i]]
             was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
-            if missing and (was_slow or not has_room):
-                read_again(values, missing, lambda at: read_bytes(session, what, pick(keys, at)))
             session.client_metrics.count_bytes("read", sum(map(len, values)))
+            if missing and (was_slow or not has_room):
+                # These are counted by the function that moves them.
+                read_again(values, missing, lambda at: read_bytes(session, what, pick(keys, at)))
             return values
 
         return self._in_session(what, get, lambda _: [b""] * len(keys))

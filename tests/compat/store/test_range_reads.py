@@ -93,7 +93,9 @@ def test_what_a_slow_network_moves_in_time(store: MooncakeDistributedStore) -> N
     with slow_network(session, 5e5):
         assert store.put("slow/0", value) == store.put_parts("slow/1", value[:5], value[5:]) == 0
         assert store.put_from("slow/2", int(content.ctypes.data), size) == 0
+        before = session.client_metrics._bytes["read"]
         assert store.get("slow/0") == value
+        assert session.client_metrics._bytes["read"] == before + size
         assert store.get_batch(["slow/1", "missing", "slow/2"]) == [value, b"", value]
         handle = store.get_buffer("slow/0")
         assert handle is not None and bytes(handle) == value
