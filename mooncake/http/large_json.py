@@ -57,7 +57,7 @@ def decode(content: bytes) -> Any:
         found = _decode_whole(content)
     except RecursionError:
         is_too_deep = True
-    except UnicodeDecodeError as error:  # of a string in it
+    except UnicodeDecodeError as error:  # of a string in it; msgspec 0.23 raises its own
         raise msgspec.DecodeError(f"a string is not valid UTF-8: {error.reason}") from error
     else:
         num_opened = content.count(b"[") + content.count(b"{")

@@ -86,7 +86,7 @@ def test_values_nested_too_deep_are_no_json(opening: str, closing: str, pad: int
 @pytest.mark.parametrize("pad", [0, large_json.PIECE_BYTES])
 @pytest.mark.parametrize("value", [b'"\xff"', b'["a", "\xed\xa0\x80"]', b'{"\xc3": 1}'])
 def test_strings_that_are_not_utf_8_are_no_json(value: bytes, pad: int) -> None:
-    with pytest.raises(msgspec.DecodeError, match="not valid UTF-8"):
+    with pytest.raises(msgspec.DecodeError, match="UTF-8"):
         large_json.decode(b'{"pad": "' + b"x" * pad + b'", "prompt": ' + value + b"}")
 
 
