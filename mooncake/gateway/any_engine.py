@@ -458,7 +458,7 @@ class ProxiedRequest(PlacedRequest):
 
     async def _attempt(self, decision: Decision) -> AsyncGenerator[bytes, None]:
         self._prefill = self._computing = None
-        if decision.prefill is None or not supports(self._protocol, self._body):
+        if decision.prefill is None or not supports(self._protocol, self.api, self._body):
             self._is_computed = False
             async for piece in self._decode(decision, {}, {**self._headers, **self._rank_header}):
                 yield piece
@@ -503,7 +503,7 @@ class ProxiedRequest(PlacedRequest):
         if side.rank is not None:
             headers[RANK_HEADER] = str(side.rank)
         began = clock.monotonic()
-        body = prefill_body(self._body, handoff.prefill, self.api.limits)
+        body = prefill_body(self.api, self._body, handoff.prefill)
         content = await self._workers.whole(decision.prefill, self._path, body, headers)
         try:
             found = msgspec.json.decode(content, type=_Prefilled)

@@ -188,7 +188,7 @@ class EndpointPicker:
                 account.finish(False, Measured())
             permit.leave(clock.monotonic())
             raise
-        prefill = decision.prefill if supports(gateway.protocol, request) else None
+        prefill = decision.prefill if supports(gateway.protocol, api, request) else None
         set_headers, remove_headers = self._headers(http, prepared.headers, prefill)
         picked = Picked(
             ",".join(endpoints),

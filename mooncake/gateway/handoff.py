@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mooncake.gateway.engine_apis import RESPONSES, EngineApi
+
 Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
 
 _ONLY_FOR_DECODE = ("stream_options", "n", "best_of", "min_tokens", "logprobs", "top_logprobs", "echo")
@@ -116,20 +118,18 @@ def _address(side: EngineEndpoint) -> Params:
     return {} if side.port is None else {"remote_host": side.host, "remote_port": side.port}
 
 
-def supports(protocol: Protocol, request: Mapping[str, Any]) -> bool:
+def supports(protocol: Protocol, api: EngineApi, request: Mapping[str, Any]) -> bool:
     """Whether two engines can serve this request: a transfer moves one sequence, to one reader.
 
     A conversation that one engine stores, and tools that it calls by itself, are known to no other engine.
     """
-    prompt = request.get("prompt")
-    is_batch = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     if request.get("previous_response_id") or any(map(_is_called_by_engine, _list(request.get("tools")))):
         return False
     if protocol == "pool":
         # vLLM refuses a budget for thinking above the limit of one token, except beside a transfer.
         thinking = request.get("thinking")
         return not (isinstance(thinking, Mapping) and thinking.get("budget_tokens"))
-    return not (is_batch or (request.get("n") or 1) > 1)
+    return api.num_answers(request) == 1
 
 
 def _is_called_by_engine(tool: object) -> bool:
@@ -140,14 +140,12 @@ def _list(found: object) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def prefill_body(
-    request: Mapping[str, Any], params: Params, limits: tuple[str, ...] = ("max_tokens",)
-) -> dict[str, Any]:
-    """``request``, changed so that only its prompt is computed. ``limits``: fields that limit the answer."""
+def prefill_body(api: EngineApi, request: Mapping[str, Any], params: Params) -> dict[str, Any]:
+    """``request``, changed so that only its prompt is computed."""
     body = {name: value for name, value in request.items() if name not in _ONLY_FOR_DECODE}
-    body |= {"stream": False, limits[-1]: 1}
-    body |= {name: 1 for name in limits if name in body}
-    if "input" in body:
+    body |= {"stream": False, api.limits[-1]: 1}
+    body |= {name: 1 for name in api.limits if name in body}
+    if api is RESPONSES:
         body["store"] = False  # engines store responses unless they are asked not to
     return _with(body, params)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 
+from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES, EngineApi
 from mooncake.gateway.handoff import (
     EngineEndpoint,
     Protocol,
     decode_body,
     make_handoff,
     prefill_body,
+    supports,
     without_transfers,
 )
 from tests.gateway.test_any_engine import HOSTILE
@@ -51,8 +53,38 @@ def test_equivalent_fields_are_dropped_too(are_trusted: bool) -> None:
 def test_no_protocol_leaves_an_address_of_a_client_in_a_body(protocol: Protocol, port: int | None) -> None:
     request = without_transfers(REQUEST, are_trusted=True)
     handoff = make_handoff(protocol, "t", EngineEndpoint("p", port), EngineEndpoint("d", port))
-    for body in (prefill_body(request, handoff.prefill), decode_body(request, handoff.decode or {})):
+    bodies = prefill_body(COMPLETIONS, request, handoff.prefill), decode_body(request, handoff.decode or {})
+    for body in bodies:
         found = body.get("kv_transfer_params", {})
         assert found.get("kept") == 1
         assert found.get("transfer_id") in (None, "t")
         assert "10.6.6.6" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("api", "request_body", "is_supported"),
+    [
+        (COMPLETIONS, {"prompt": "p"}, True),
+        (COMPLETIONS, {"prompt": [1, 2, 3]}, True),
+        (COMPLETIONS, {"prompt": ["p"], "n": 1}, True),
+        (COMPLETIONS, {"prompt": ["p", "q"]}, False),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]]}, False),
+        (COMPLETIONS, {"prompt": "p", "n": 2}, False),
+        (COMPLETIONS, {"prompt": "p", "prompt_embeds": "e"}, False),
+        (CHAT, {"messages": ["m", "m"], "prompt": ["p", "q"]}, True),
+        (CHAT, {"messages": ["m"], "n": 2}, False),
+        (MESSAGES, {"messages": ["m"], "prompt": ["p", "q"]}, True),
+        (RESPONSES, {"input": ["i", "j"], "prompt": ["p", "q"]}, True),
+    ],
+)
+def test_two_engines_serve_one_sequence(
+    api: EngineApi, request_body: dict[str, object], is_supported: bool
+) -> None:
+    assert supports("sequential", api, request_body) is is_supported
+    assert supports("pool", api, request_body), "each engine of a pool finds the blocks by itself"
+
+
+def test_only_responses_are_not_stored_by_the_engine_that_computes_the_prompt() -> None:
+    request = {"messages": ["m"], "input": "i", "prompt": "p"}
+    stored = {api.path: prefill_body(api, request, {}).get("store") for api in (CHAT, MESSAGES, RESPONSES)}
+    assert stored == {CHAT.path: None, MESSAGES.path: None, RESPONSES.path: False}
