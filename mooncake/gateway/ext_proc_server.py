@@ -53,6 +53,7 @@ from mooncake.http.server import BodyBudget, BodyBudgetExceeded
 from mooncake.log import get_logger
 from mooncake.machine import Wake
 from mooncake.security import TRUSTED
+from mooncake.security.http_auth import secret_bytes
 from mooncake.security.principal import principal_of
 
 log = get_logger(__name__)
@@ -101,7 +102,7 @@ class PickerServer:
         self._picker = picker
         self._max_body_bytes = max_body_bytes
         self._timeouts = (body_timeout_s, request_timeout_s)
-        self._proxy_key = proxy_key.encode()
+        self._proxy_key = secret_bytes(proxy_key)
         self._checks_certificates = False
         self._bodies = BodyBudget()
         self._bodies.most_bytes = max(self._bodies.most_bytes, 2 * max_body_bytes)
@@ -187,7 +188,7 @@ class PickerServer:
         if self._proxy_key:
             given = dict(context.invocation_metadata() or ()).get("authorization", "")
             scheme, _, key = str(given).partition(" ")
-            is_right = hmac.compare_digest(key.strip().encode(), self._proxy_key)
+            is_right = hmac.compare_digest(secret_bytes(key.strip()), self._proxy_key)
             if scheme.lower() != "bearer" or not is_right:
                 return "the proxy's key is missing or wrong; send it as metadata authorization: Bearer KEY"
         if self._checks_certificates:

@@ -450,6 +450,14 @@ async def test_a_proxy_without_the_key_is_denied(caplog: pytest.LogCaptureFixtur
         assert await checked(proxy, "") == 1, "health needs no key"
 
 
+async def test_a_proxy_s_key_that_is_not_utf_8_denies_all_others() -> None:
+    async with proxied(1, proxy_key="\udcff") as proxy:
+        exchange = proxy.exchange([("authorization", "Bearer wrong")])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await exchange.receive()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_streams_and_connections_are_bounded() -> None:
     limits = {"max_streams": 1, "max_connections": 2}
     async with proxied(1, limits=limits) as proxy:
