@@ -10,7 +10,6 @@ and a request is refused only when no instance is left.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.conductor.admission import SOONEST_RETRY_S, AdmissionResult, PoolCapacity
+from mooncake.conductor.due_times import DueTimes
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.keyed_prompt import KeyedPrompt
@@ -116,9 +116,9 @@ class Conductor:
         self._has_prefill = False
         self._pool_slot = -1
         self._mean_duration_s = 1.0
-        # (instant, "probe" | "expiry", instance or request). ``_counts`` says which entries still count:
-        # cancelling is done by changing next_probe_at or expires_at.
-        self._timers: list[tuple[float, str, str]] = []
+        # When instances are to be probed and requests expire, also those that were admitted and then found no
+        # instance when they were placed anew.
+        self._timers = DueTimes()
         self._story: deque[tuple[float, tuple[str, ...], str]] = deque(maxlen=_STORY_LENGTH)
         self._handlers: dict[type, Callable[..., list[Effect]]] = {
             Place: self._place,
@@ -151,7 +151,7 @@ class Conductor:
         return self._handlers[type(event)](event, now)
 
     def deadline(self) -> float | None:
-        due_at, timer_at = self.scaling.deadline(), self._timers[0][0] if self._timers else None
+        due_at, timer_at = self.scaling.deadline(), self._timers.next_at
         return timer_at if due_at is None or (timer_at is not None and timer_at < due_at) else due_at
 
     def status(self) -> list[InstanceStatus]:
@@ -199,16 +199,17 @@ class Conductor:
                 assert instance.id == (placement.prefill or placement.decode)
             for request_id in self.loads.decodes_of(instance.slot):
                 assert self.placements[request_id].decode == instance.id
-            if instance.next_probe_at is not None:
-                assert (instance.next_probe_at, "probe", instance.id) in self._timers
+            assert self._timers.at("probe", instance.id) == instance.next_probe_at
         assert sum(1 for name in self.cluster.names if name not in ("", POOL)) == len(self.instances)
         assert self.loads.num_slots == len(self.cluster.names) == self.index.num_slots
         for role, pools in self._choosable.items():
             assert [pool.tolist() for pool in pools] == [pool.tolist() for pool in self._pools(role)]
         for request_id, placement in self.placements.items():
-            assert (placement.expires_at, "expiry", request_id) in self._timers
-        expiring = {key for _, kind, key in self._timers if kind == "expiry"}
-        assert expiring.issuperset(self.lifecycle.admission.request_ids)
+            assert self._timers.at("expiry", request_id) == placement.expires_at
+        admitted = self.lifecycle.admission.request_ids
+        assert {*self._timers.keys("expiry")} == {*self.placements, *admitted}
+        assert {*self._timers.keys("probe")} <= {*self.instances}
+        self._timers.check()
 
     # --- requests
 
@@ -467,8 +468,7 @@ class Conductor:
         reason = "; ".join(parts)
         placement = ActivePlacement(prefill_id, decode_id, now, now + event.lifetime_s, event, prediction)
         self.placements[event.request_id] = placement
-        heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
-        self._drop_stale_timers()
+        self._timers.set("expiry", event.request_id, placement.expires_at)
         keys = (
             (event.request_id, decode_id) if prefill_id is None else (event.request_id, prefill_id, decode_id)
         )
@@ -653,8 +653,7 @@ class Conductor:
             decision.prefill, decision.decode, placed_at, expires_at, place, prediction
         )
         self.placements[request_id] = placement
-        heapq.heappush(self._timers, (expires_at, "expiry", request_id))
-        self._drop_stale_timers()
+        self._timers.set("expiry", request_id, expires_at)
         keys = [request_id, decision.decode, *([decision.prefill] if decision.prefill else [])]
         self._record_story(now, keys, f"placed {request_id} elsewhere: {decision.reason}")
         for instance in dict.fromkeys((decision.prefill or decision.decode, decision.decode)):
@@ -670,7 +669,7 @@ class Conductor:
         place = msgspec.structs.replace(source.place, request_id=event.request_id)
         placement = msgspec.structs.replace(source, decode=target.decode, place=place)
         self.placements[event.request_id] = placement
-        heapq.heappush(self._timers, (placement.expires_at, "expiry", event.request_id))
+        self._timers.set("expiry", event.request_id, placement.expires_at)
         instance = self.instances.get(target.decode)
         if instance is not None:
             num_tokens = source.place.num_tokens + source.prediction.output_tokens // 2
@@ -736,6 +735,7 @@ class Conductor:
         self.lifecycle.finished(event, now)
         placement = self.placements.get(event.request_id)
         if placement is None:
+            self._timers.cancel("expiry", event.request_id)
             return []
         if placement.is_refused and not event.is_complete:
             return self._release(event.request_id, now)
@@ -755,6 +755,8 @@ class Conductor:
         placement = self.placements.pop(request_id, None)
         if placement is None:
             return []
+        if not self.lifecycle.admission.knows(request_id):
+            self._timers.cancel("expiry", request_id)
         effects: list[Effect] = []
         for instance_id in dict.fromkeys((placement.prefill, placement.decode)):
             instance = self.instances.get(instance_id) if instance_id is not None else None
@@ -787,7 +789,7 @@ class Conductor:
         before, health, was_lost = instance.state, instance.health, instance.is_lost
         instance.on_probe(event.outcome, event.detail, now, self._settings)
         assert instance.next_probe_at is not None
-        heapq.heappush(self._timers, (instance.next_probe_at, "probe", instance.id))
+        self._timers.set("probe", instance.id, instance.next_probe_at)
         effects = self._changed(instance, before)
         if event.outcome is ProbeOutcome.READY:
             instance.push_port = event.push_port
@@ -816,17 +818,14 @@ class Conductor:
 
     def _probe(self, instance: Instance, now: float) -> Probe:
         instance.probe_started_at, instance.next_probe_at = now, None
+        self._timers.cancel("probe", instance.id)
         return Probe(instance.id)
 
     def _wake(self, event: Wake, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if (due_at := self.scaling.deadline()) is not None and due_at <= now:
             effects += self._scale(now)
-        while self._timers and self._timers[0][0] <= now:
-            timer = heapq.heappop(self._timers)
-            if not self._counts(timer):
-                continue
-            _, kind, key = timer
+        for kind, key in self._timers.take_due(now):
             if kind == "probe":
                 effects.append(self._probe(self.instances[key], now))
             else:
@@ -834,25 +833,6 @@ class Conductor:
                 self.lifecycle.finished(Finished(key), now)
                 effects += self._release(key, now)
         return effects
-
-    def _counts(self, timer: tuple[float, str, str]) -> bool:
-        """Whether a timer still agrees with the instance or the request that it was set for."""
-        at, kind, key = timer
-        if kind == "probe":
-            instance = self.instances.get(key)
-            return instance is not None and instance.next_probe_at == at
-        placement = self.placements.get(key)
-        if placement is None:  # its request may have been admitted, and then no instance was left for it
-            return self.lifecycle.admission.knows(key)
-        return placement.expires_at == at
-
-    def _drop_stale_timers(self) -> None:
-        """Drop timers of ended requests, of which the heap would otherwise hold an hour."""
-        num_admitted = len(self.lifecycle.admission.request_ids)
-        if len(self._timers) < 1024 + 4 * (len(self.placements) + len(self.instances) + num_admitted):
-            return
-        self._timers = [*dict.fromkeys(filter(self._counts, self._timers))]
-        heapq.heapify(self._timers)
 
     # --- blocks
 
@@ -967,6 +947,7 @@ class Conductor:
 
     def _drop(self, instance: Instance, reason: str, now: float) -> list[Effect]:
         del self.instances[instance.id]
+        self._timers.cancel("probe", instance.id)
         self.index.forget(instance.id, reason, now)
         self.inferred_blocks.forget(instance.id)
         self.cluster.set_name(instance.slot, "")

@@ -571,6 +571,20 @@ def test_an_admitted_request_that_no_instance_is_left_for_expires() -> None:
     conductor.check()
 
 
+def test_such_a_request_expires_with_its_latest_placement() -> None:
+    conductor = Conductor(SchedulingSettings(admission="goodput", slow_start_s=0.0), Random(0))
+    add(conductor, "d1")
+    decided(conductor, lifetime_s=30.0, now=1.0)
+    decided(conductor, lifetime_s=30.0, now=20.0)
+    assert isinstance(place(conductor, exclude=["d1"], lifetime_s=30.0, now=21.0), Refuse)
+    admission = conductor.lifecycle.admission
+    conductor.handle(Wake(), 49.0)
+    assert admission.knows("r"), "31 was the end of the placement before"
+    conductor.handle(Wake(), 50.0)
+    assert not admission.knows("r")
+    conductor.check()
+
+
 def test_ended_requests_leave_no_timers(conductor: Conductor) -> None:
     add(conductor, "p1", "d1")
     for number in range(5000):
