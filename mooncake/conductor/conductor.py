@@ -77,6 +77,8 @@ from mooncake.conductor.request_lifecycle import (
     RequestLifecycle,
     bounded,
     candidates_of,
+    invalid_number,
+    measured,
     passed_over,
     prompt_blocks_of,
     refusal_of,
@@ -215,6 +217,10 @@ class Conductor:
 
     def _place(self, event: Place, now: float) -> list[Effect]:
         effects = self._release(event.request_id, now)
+        if (error := invalid_number(event)) is not None:
+            refusal = Refusal(error.code, str(error))
+            self._record_story(now, (event.request_id,), f"refused {event.request_id}: {refusal}")
+            return [*effects, Refuse(event.request_id, refusal, 0.0)]
         job = self._job(event, now)
         prefill_policy, decode_policy = POLICIES[self._settings.scheduling]
         exclude = dict.fromkeys(event.exclude)
@@ -694,7 +700,7 @@ class Conductor:
         instance = self.instances.get(placement.prefill or placement.decode)
         if instance is None:
             return []
-        accuracy, predicted = self.predict.accuracy, placement.prediction
+        event, accuracy, predicted = measured(event), self.predict.accuracy, placement.prediction
         accuracy["ttft_s"].add(predicted.ttft_s, now - placement.placed_at)
         accuracy["queue_s"].add(predicted.queue_s, event.queued_s)
         accuracy["prefill_s"].add(predicted.prefill_s, event.computed_s)
@@ -732,6 +738,7 @@ class Conductor:
         return []
 
     def _finished(self, event: Finished, now: float) -> list[Effect]:
+        event = measured(event)
         self.lifecycle.finished(event, now)
         placement = self.placements.get(event.request_id)
         if placement is None:
@@ -896,7 +903,7 @@ class Conductor:
         instance = Instance(event.instance, event.role, self._slot_of(event.instance))
         self.instances[event.instance] = instance
         self.cluster.set_name(instance.slot, instance.id)
-        self.loads.capacity_tokens[instance.slot] = event.kv_tokens or np.inf
+        self.loads.capacity_tokens[instance.slot] = max(0, event.kv_tokens) or np.inf
         self.scaling.started(now)
         self._members_changed()
         self._record_story(now, (event.instance,), f"added {event.instance} for {event.role}")

@@ -101,6 +101,9 @@ class CostModels(msgspec.Struct, frozen=True):
 Floats = NDArray[np.float64]
 Slots = NDArray[np.int64]
 
+MOST_TOKENS = 1 << 32
+"""Nothing above this is a number of tokens."""
+
 TRUSTED_SAMPLES = 8
 """Number of own samples from which on an instance is estimated from them."""
 
@@ -533,12 +536,13 @@ class Predictor:
         return seconds
 
     def chunk_measured(self, slot: int, first: int, num_tokens: int, seconds: float) -> None:
-        if num_tokens > 0:
+        """Impossible numbers are ignored, as they are in a step's."""
+        if first >= 0 and num_tokens > 0 and first + num_tokens <= MOST_TOKENS:
             end = first + num_tokens
             self.prefill.add(slot, prefill_terms(first, end), seconds)
 
     def step_measured(self, slot: int, batch_size: int, context_tokens: int, seconds: float) -> None:
-        if batch_size > 0:
+        if 0 < batch_size <= MOST_TOKENS and 0 <= context_tokens <= MOST_TOKENS:
             self.decode.add(slot, (1.0, batch_size, context_tokens), seconds)
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,17 +31,58 @@ from mooncake.conductor.messages import (
     Refuse,
 )
 from mooncake.conductor.policies import InstanceChoice
+from mooncake.conductor.prediction import MOST_TOKENS
 from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.errors import Refusal
+from mooncake.errors import InvalidArgument, Refusal
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import InstanceId
 
+MeasuredT = TypeVar("MeasuredT", Prefilled, Finished)
+
 _MAX_OTHERS = 8
 _MOST_S = 86_400.0
-"""Limit of durations that another process reports."""
-_MOST_TOKENS = 1 << 32
-"""Limit of its numbers of tokens."""
+"""Limit of durations that another process predicts."""
+_LONGEST_S = 1e9
+"""Limit of those that a request asks for, or that were measured."""
+_MOST_LIMIT = (1 << 63) - 1
+"""Limit of an answer's length as clients state it: one that no answer reaches is none."""
+_MOST_PRIORITY = 1_000_000
+
+_NUMBERS: tuple[tuple[str, float, float], ...] = (
+    ("num_tokens", 0, MOST_TOKENS),
+    ("lifetime_s", 0, _LONGEST_S),
+    ("slo_ttft_s", 0, _LONGEST_S),
+    ("slo_tbt_s", 0, _LONGEST_S),
+    ("priority", -_MOST_PRIORITY, _MOST_PRIORITY),
+    ("max_output_tokens", 0, _MOST_LIMIT),
+)
+_MEASURED: dict[type[Prefilled | Finished], tuple[tuple[str, float], ...]] = {
+    Prefilled: (
+        ("queued_s", _LONGEST_S),
+        ("computed_s", _LONGEST_S),
+        ("num_computed_tokens", MOST_TOKENS),
+        ("num_cached_tokens", MOST_TOKENS),
+        ("loaded_s", _LONGEST_S),
+        ("num_loaded_tokens", MOST_TOKENS),
+    ),
+    Finished: (("num_output_tokens", MOST_TOKENS), ("ttft_s", _LONGEST_S), ("tbt_s", _LONGEST_S)),
+}
+
+
+def invalid_number(place: Place) -> InvalidArgument | None:
+    """The first of a request's numbers that the accounts can't take, as an error; None if they take all."""
+    for name, least, most in _NUMBERS:
+        if not least <= (value := getattr(place, name)) <= most:  # NaN is in no range
+            return InvalidArgument(name, value, f"{least:.15g} to {most:.15g}")
+    return None
+
+
+def measured(event: MeasuredT) -> MeasuredT:
+    """A report in which what can't be a measurement is 0, "not measured": no number, or one that is negative
+    or too large. The report itself counts, or the request would stay in the accounts."""
+    wrong = {name: 0 for name, most in _MEASURED[type(event)] if not 0 <= getattr(event, name) <= most}
+    return msgspec.structs.replace(event, **wrong) if wrong else event
 
 
 def bounded(event: Placed) -> Placed:
@@ -63,6 +104,8 @@ def bounded(event: Placed) -> Placed:
         lifetime_s=_duration(place.lifetime_s),
         slo_ttft_s=_duration(place.slo_ttft_s),
         slo_tbt_s=_duration(place.slo_tbt_s),
+        priority=min(max(place.priority, -_MOST_PRIORITY), _MOST_PRIORITY),
+        max_output_tokens=_tokens(place.max_output_tokens),
     )
     turn, num_cached = _duration(decision.turn, -_MOST_S), _tokens(decision.num_cached_tokens)
     decision = msgspec.structs.replace(
@@ -77,7 +120,7 @@ def _duration(seconds: float, least: float = 0.0) -> float:
 
 
 def _tokens(number: int) -> int:
-    return min(max(number, 0), _MOST_TOKENS)
+    return min(max(number, 0), MOST_TOKENS)
 
 
 class ActivePlacement(msgspec.Struct):

@@ -258,7 +258,7 @@ async def prepare(
         slo_ttft_s=(slo.ttft_ms or 0.0) / 1000.0,
         slo_tbt_s=(slo.tbt_ms or 0.0) / 1000.0,
         priority=_as_int(priority),
-        max_output_tokens=_as_int(api.max_output_tokens(request)),
+        max_output_tokens=max(0, _as_int(api.max_output_tokens(request))),
         scope=adapter,
         bare_keys=names.bare_keys,
         is_text=names.is_text,

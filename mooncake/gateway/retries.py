@@ -22,6 +22,7 @@ from prometheus_client import Counter
 from mooncake import clock, metrics, tracing
 from mooncake.conductor.client import ConductorClient
 from mooncake.conductor.messages import Decision, Failed, Finished, Place, Prefilled, Refuse
+from mooncake.errors import InvalidArgument
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerFailed
 from mooncake.http.openai import ApiError
 from mooncake.log import get_logger
@@ -237,6 +238,8 @@ class PlacedRequest:
             if isinstance(answer, Decision):
                 self.num_held_tokens = max(self.num_held_tokens, answer.num_held_tokens)
                 return answer
+            if answer.refusal.code == InvalidArgument.code:
+                raise self._refused(answer)
             if clock.monotonic() >= give_up_at:
                 raise attempts.busy or self._refused(answer)
             # Failed instances may be back by now, as a restarted worker keeps its address, and busy ones have
@@ -299,8 +302,9 @@ class PlacedRequest:
 
 
 def as_error(refuse: Refuse) -> ApiError:
-    """A refusal as the client's error: overload (429), or no instance (503)."""
-    status = 503 if refuse.refusal.code == "no_instance" else 429
-    return ApiError(
-        status, refuse.refusal.reason, code=refuse.refusal.code, retry_after_s=refuse.retry_after_s
-    )
+    """A refusal as the client's error: overload (429), no instance (503), or a number out of range (400)."""
+    code, reason = refuse.refusal.code, refuse.refusal.reason
+    if code == InvalidArgument.code:
+        return ApiError(400, reason, code=code)
+    status = 503 if code == "no_instance" else 429
+    return ApiError(status, reason, code=code, retry_after_s=refuse.retry_after_s)

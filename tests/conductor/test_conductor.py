@@ -809,6 +809,71 @@ def served(conductor: Conductor, began_at: float) -> list[tuple[str | None, ...]
     return outcomes
 
 
+# --- numbers out of range
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_tokens", 2**63),
+        ("num_tokens", -5000),
+        ("lifetime_s", float("nan")),
+        ("lifetime_s", float("inf")),
+        ("lifetime_s", -1.0),
+        ("slo_ttft_s", float("nan")),
+        ("slo_tbt_s", float("inf")),
+        ("priority", 2**63),
+        ("max_output_tokens", -5),
+        ("max_output_tokens", 2**63),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_name(conductor: Conductor, field: str, value: float) -> None:
+    add(conductor, "p1", "d1")
+    decided(conductor, now=1.0)
+    refused = place(conductor, now=2.0, **{field: value})
+    assert isinstance(refused, Refuse)
+    assert refused.refusal.code == "invalid_argument"
+    assert refused.refusal.reason.startswith(f"{field} is {value!r}; allowed: ")
+    assert str(refused.refusal) in conductor.story("r")[-1]
+    assert not conductor.placements, "it replaces the earlier placement as others do"
+
+
+def test_a_limit_that_no_answer_reaches_is_none(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    limited = decided(conductor, max_output_tokens=2**63 - 1)
+    assert limited.prediction is not None and limited.prediction.output_tokens == 512
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 2**63])
+def test_what_can_t_be_a_measurement_is_none(conductor: Conductor, number: float) -> None:
+    add(conductor, "p1", "d1")
+    decided(conductor, is_text=True, scope="s")
+    tokens = int(number) if abs(number) < float("inf") else -1
+    conductor.handle(Prefilled("r", number, number, tokens, tokens, number, tokens), 2.0)
+    conductor.handle(Finished("r", tokens, number, number, True), 3.0)
+    assert [row.num_requests for row in conductor.status()] == [0, 0], "it has ended all the same"
+    assert conductor.predict.lengths.expected("s", 0) == 0
+    measured = {name: one.num_seen for name, one in conductor.predict.accuracy.items()}
+    assert measured == {**dict.fromkeys(measured, 0), "ttft_s": 1}, "the conductor has measured this itself"
+    found = explained(conductor, "r").actual
+    assert (found.queue_s, found.prefill_s, found.ttft_s, found.tbt_s, found.output_tokens) == (0,) * 5
+
+
+def test_measured_chunks_and_steps_without_sense_are_ignored(conductor: Conductor) -> None:
+    add(conductor, "p1")
+    for first, num_tokens in ((-1, 5), (0, 0), (0, -5), (0, 2**63), (2**63, 5)):
+        conductor.handle(ChunkMeasured("p1", first, num_tokens, 0.1), 1.0)
+    for batch_size, context_tokens in ((0, 5), (-1, 5), (1, -5), (1, 2**63), (2**63, 5)):
+        conductor.handle(StepMeasured("p1", batch_size, context_tokens, 0.1), 1.0)
+    fits = conductor.predict.prefill.common, conductor.predict.decode.common
+    assert [fit.num_samples for fit in fits] == [0, 0]
+
+
+def test_an_instance_has_no_negative_memory(conductor: Conductor) -> None:
+    conductor.handle(AddInstance("d1", WorkerRole.DECODE, -5), 0.0)
+    assert conductor.loads.capacity_tokens[conductor.instances["d1"].slot] == float("inf")
+
+
 # --- placements of other conductors
 
 
@@ -855,6 +920,8 @@ def test_numbers_of_another_conductor_are_bounded(seconds: float, field: str) ->
         "slo_ttft_s": seconds,
         "slo_tbt_s": seconds,
         "lifetime_s": 1e9,
+        "priority": 2**63,
+        "max_output_tokens": -(2**63),
     }
     conductor.handle(Placed(Place("r", **sizes), decision, age_s=seconds), 1.0)
     conductor.check()

@@ -9,11 +9,17 @@ import numpy as np
 
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.keyed_prompt import NO_KEYS
-from mooncake.conductor.messages import Finished, Place, Prediction, Prefilled
+from mooncake.conductor.messages import Decision, Finished, Place, Placed, Prediction, Prefilled
 from mooncake.conductor.policies import CandidateColumns, InstanceChoice
 from mooncake.conductor.prediction import DecodeModel
 from mooncake.conductor.prefix_index import PrefixIndex
-from mooncake.conductor.request_lifecycle import RequestLifecycle, candidates_of, prompt_blocks_of, refusal_of
+from mooncake.conductor.request_lifecycle import (
+    RequestLifecycle,
+    bounded,
+    candidates_of,
+    prompt_blocks_of,
+    refusal_of,
+)
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.kvlayout import KEY_PREFIX
 from mooncake.types import Tier
@@ -109,3 +115,13 @@ def test_candidates_are_listed_best_first_with_a_few_of_the_others() -> None:
     columns = (np.array([0.1, 0.2]),) * 5
     choice = InstanceChoice(2, "soonest", considered=CandidateColumns(np.array([2, 0]), *columns))
     assert candidates_of(names, choice, []).names == ["c", "a"]
+
+
+def test_all_numbers_of_a_placement_elsewhere_are_bounded() -> None:
+    decision = Decision("r", None, "d1", "")
+    wild = Place("r", 2**63, lifetime_s=1e300, slo_tbt_s=-1.0, priority=-(2**63), max_output_tokens=-5)
+    found = bounded(Placed(wild, decision)).place
+    assert (found.num_tokens, found.lifetime_s, found.slo_tbt_s) == (2**32, 86_400.0, 0.0)
+    assert (found.priority, found.max_output_tokens) == (-1_000_000, 0)
+    usual = Placed(Place("r", 100, priority=1000, max_output_tokens=9), decision)
+    assert bounded(usual) == usual

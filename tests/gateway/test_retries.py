@@ -94,3 +94,16 @@ async def test_busy_workers_are_waited_for_from_the_first_one_on(monkeypatch: py
     assert not waiting.done(), "what was full before the last call had begun does not count"
     now += 30.0
     assert await waiting == "no_instance"
+
+
+async def test_a_request_with_an_impossible_number_is_not_tried_again() -> None:
+    class Strict:
+        async def place(self, event: Place) -> Refuse:
+            return Refuse(event.request_id, Refusal("invalid_argument", "num_tokens is -1"), 0.0)
+
+    attempts = Attempts(num_failures=1)
+    request = PlacedRequest(Strict(), Place("r", -1))  # type: ignore[arg-type]
+    with pytest.raises(ApiError) as caught:
+        await request._place("r", attempts, True, 1e9)
+    assert (caught.value.status, caught.value.detail.code) == (400, "invalid_argument")
+    assert caught.value.retry_after_s is None
