@@ -31,6 +31,7 @@ from mooncake.transfer.memory import (
     available_bytes,
     check_mapped,
     device_span_of,
+    is_device_memory,
     span_and_export,
 )
 from mooncake.transfer.metadata import Backend, PeerBackend, make_backend
@@ -386,6 +387,10 @@ class TransferEngine(TransferMethods):
     def is_host_memory(self, address: int) -> bool:
         """Whether the address lies in registered memory of the host, which the processor reads and writes."""
         return _kind_at(list(self._owned.values()), address) == "memory"
+
+    def is_device_memory(self, address: int) -> bool:
+        """Whether the address, registered or not, is in memory of a device whose bytes this engine moves."""
+        return "cuda" in self.settings.transports and is_device_memory(address, self.cuda_library)
 
     def deferred_publication(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: changes of registered memory inside are published once, at its end."""

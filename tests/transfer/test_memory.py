@@ -262,9 +262,14 @@ def test_permissions_without_proc(kernel: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_driver_knows_the_memory_of_its_devices() -> None:
     if not cuda_double.built():
         pytest.skip("the double of the CUDA driver is not built")
-    data = bytearray(10)
-    with TransferEngine(TransferSettings(cuda_library=str(cuda_double.LIBRARY))) as engine:
+    data, library = bytearray(10), str(cuda_double.LIBRARY)
+    with (
+        TransferEngine(TransferSettings(cuda_library=library)) as engine,
+        TransferEngine(TransferSettings(transports=("tcp",), cuda_library=library)) as other,
+    ):
         region = engine.allocate(5000, device="cuda:0")
-        assert is_device_memory(region.address + 4999, str(cuda_double.LIBRARY))
-        assert not is_device_memory(span_of(data)[0], str(cuda_double.LIBRARY))
-        assert not is_device_memory(0, str(cuda_double.LIBRARY))
+        assert is_device_memory(region.address + 4999, library) and not is_device_memory(0, library)
+        assert not is_device_memory(span_of(data)[0], library)
+        assert engine.is_device_memory(region.address + 4999)
+        assert not engine.is_device_memory(span_of(data)[0])
+        assert not other.is_device_memory(region.address), "it does not move it"

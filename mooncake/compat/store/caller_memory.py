@@ -19,7 +19,7 @@ from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.transfer.error_codes import EngineCodeError
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
-from mooncake.transfer.memory import is_device_memory, is_readable, is_writable
+from mooncake.transfer.memory import is_readable, is_writable
 
 log = get_logger("mooncake.store")
 
@@ -67,11 +67,6 @@ def allocated(what: str, size_bytes: int, make: Callable[[int], ResultT]) -> Res
         return None
 
 
-def on_device(session: StoreSession, address: int) -> bool:
-    """Whether the address is a device's, whose memory only a transfer may touch."""
-    return is_device_memory(address, session.engine.settings.cuda_library)
-
-
 def is_accessible(session: StoreSession, span: Span, to_write: bool = False) -> bool:
     """Whether these bytes may be moved, or with ``to_write`` be replaced by others.
 
@@ -87,7 +82,7 @@ def is_accessible(session: StoreSession, span: Span, to_write: bool = False) -> 
         return True
     if is_writable(address, size_bytes) if to_write else is_readable(address, size_bytes):
         return True
-    if not on_device(session, address):
+    if not session.engine.is_device_memory(address):
         return False
     try:
         session.engine.unregister(session.engine.register(span))
@@ -127,7 +122,7 @@ def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[N
     host: list[int] = []
     device: list[int] = []
     for at in np.flatnonzero(missing).tolist():
-        (device if on_device(session, spans[at][0]) else host).append(at)
+        (device if session.engine.is_device_memory(spans[at][0]) else host).append(at)
     regions = [session.engine.register(spans[at]) for at in device]
     try:
         if host:

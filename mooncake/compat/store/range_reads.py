@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mooncake.compat.store import batches
 from mooncake.compat.store.arguments import is_good_key
 from mooncake.compat.store.batches import cut, is_late, pick, read_again
-from mooncake.compat.store.caller_memory import on_device, registered_spans
+from mooncake.compat.store.caller_memory import registered_spans
 from mooncake.compat.store.read_plan import Part, ReadPlan, plan_reads
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.errors import Unavailable
@@ -138,7 +138,7 @@ def _copy(
     """
     to_device: list[tuple[int, int, int]] = []
     for target, source, length in copies:
-        if on_device(session, target):
+        if session.engine.is_device_memory(target):
             to_device.append((target, source, length))
         else:
             ctypes.memmove(target, source, length)

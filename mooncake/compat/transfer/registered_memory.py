@@ -20,7 +20,7 @@ from mooncake.compat.transfer.host_probe import may_be_registered
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.engine import TransferEngine
-from mooncake.transfer.memory import is_device_memory, is_writable
+from mooncake.transfer.memory import is_writable
 from mooncake.transfer.topology import ANYWHERE, is_location
 from mooncake.transfer.transports import Region
 
@@ -196,7 +196,7 @@ class RegisteredMemory:
                 )
 
     def _can_be_written(self, address: int, size: int) -> bool:
-        return is_writable(address, size) or is_device_memory(address, self._engine.settings.cuda_library)
+        return is_writable(address, size) or self._engine.is_device_memory(address)
 
     def _insert(self, address: int, region: Region) -> None:
         bisect.insort(self._starts, address)

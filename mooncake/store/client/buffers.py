@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from mooncake.errors import InvalidArgument, MooncakeError, Unavailable
 from mooncake.store.allocator import Allocator
 from mooncake.transfer import Region, TransferEngine
-from mooncake.transfer.memory import is_device_memory, is_readable, span_and_export
+from mooncake.transfer.memory import is_readable, span_and_export
 
 Buffer: TypeAlias = Any
 """Anything with the buffer protocol, a contiguous CPU tensor, or ``(address, size_bytes)``."""
@@ -143,7 +143,7 @@ class RegisteredBuffers:
         try:
             for buffer, (address, size_bytes), staged in zip(buffers, ranges, self.addresses, strict=True):
                 if type(buffer) is tuple and size_bytes and not is_readable(address, size_bytes):
-                    if is_device_memory(address, self._memory.engine.settings.cuda_library):
+                    if self._memory.engine.is_device_memory(address):
                         return False
                     raise InvalidArgument(
                         "buffer", buffer, "memory of this process; some of it cannot be read here"

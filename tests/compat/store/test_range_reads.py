@@ -53,7 +53,7 @@ def test_a_split_read(session: StoreSession, offset: int, length: int) -> None:
 def test_staged_bytes_reach_a_device(session: StoreSession) -> None:
     """Memory of this process simulates a device; the test checks that only a transfer writes to it."""
     with (
-        mock.patch.object(range_reads, "on_device", lambda *_: True),
+        mock.patch.object(TransferEngine, "is_device_memory", lambda *_: True),
         mock.patch.object(ctypes, "memmove", side_effect=AssertionError),
     ):
         good, target = read(session, 77, 100)
