@@ -164,14 +164,16 @@ class ClusterSpec:
         if self.has_pool and self.pool_tokens < self.block_tokens:
             allowed = f"at least the {self.block_tokens} tokens of a block where there is a pool"
             raise InvalidArgument("store_tokens", self.pool_tokens, allowed)
-        memory = ["cache_tokens" if self.mode == "disaggregated" else "device_tokens"]
-        if self.detail == "step":
-            memory.append("device_tokens")
-        for costs in (self.node_costs, self.decode_node_costs):
-            for field in memory:
-                if (num_tokens := getattr(costs, field)) < self.block_tokens:
-                    allowed = f"at least the {self.block_tokens} tokens of a block"
-                    raise InvalidArgument(f"{field} of {costs.title!r}", num_tokens, allowed)
+        if self.mode != "disaggregated":
+            memories = [(self.node_costs, "device_tokens")]
+        else:
+            memories = [(self.node_costs, "cache_tokens")]
+            if self.detail == "step":
+                memories.append((self.decode_node_costs, "device_tokens"))
+        for costs, field in memories:
+            if (num_tokens := getattr(costs, field)) < self.block_tokens:
+                allowed = f"at least the {self.block_tokens} tokens of a block"
+                raise InvalidArgument(f"{field} of {costs.title!r}", num_tokens, allowed)
 
     def _check_decode_costs(self) -> None:
         """Decode nodes must be able to read what prefill nodes write."""

@@ -222,6 +222,14 @@ def test_blocks_in_the_pool_outlive_their_node() -> None:
 # --- what is refused
 
 
+@pytest.mark.parametrize("detail", ["flow", "step"])
+def test_hardware_needs_the_memory_of_its_stage_alone(detail: str) -> None:
+    only_prefill = msgspec.structs.replace(COSTS, device_tokens=1 if detail == "step" else 1 << 20)
+    only_decode = msgspec.structs.replace(COSTS, cache_tokens=0)
+    found = spec(detail=detail, costs=only_prefill, decode_costs=only_decode)
+    assert found.decode_node_costs.cache_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -242,6 +250,10 @@ def test_blocks_in_the_pool_outlive_their_node() -> None:
         ),
         (
             {"mode": "chunked", "costs": msgspec.structs.replace(COSTS, device_tokens=100)},
+            "device_tokens of .* is 100.*256 tokens",
+        ),
+        (
+            {"detail": "step", "decode_costs": msgspec.structs.replace(COSTS, device_tokens=100)},
             "device_tokens of .* is 100.*256 tokens",
         ),
     ],
