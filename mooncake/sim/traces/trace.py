@@ -379,16 +379,16 @@ def num_output_of_rejected(lines: TraceFile) -> int:
     done. Notes that this is assumed, if it is."""
     num_rejected = num_done = num_tokens = 0
     decode = msgspec.json.Decoder(_RecordedEnd).decode
-    for text in TraceFile(lines.path):
-        try:
+    try:
+        for text in TraceFile(lines.path):
             line = decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            break  # refused with its number when it is read as a row
-        if line.status == "rejected":
-            num_rejected += 1
-        elif line.status == "done" and line.output_length:
-            num_done += 1
-            num_tokens += line.output_length
+            if line.status == "rejected":
+                num_rejected += 1
+            elif line.status == "done" and line.output_length:
+                num_done += 1
+                num_tokens += line.output_length
+    except (TraceError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass  # refused with its place if it is read as a row: a run may end before it
     expected = max(1, round(num_tokens / max(1, num_done)))
     if num_rejected:
         lines.notes.append(

@@ -498,3 +498,19 @@ def test_rejected_requests_of_a_recording_have_answers_of_the_mean_length(folder
     assert [one.num_output for one in done] == [300] and not done.notes
     none = read_trace(written(folder, [header, *rows[:1]]))
     assert [one.num_output for one in none] == [1]
+
+
+@pytest.mark.parametrize("damage", [b"\n", b"{", b"x" * (MAX_LINE_BYTES + 1)])
+def test_damage_behind_the_rows_of_a_recording_that_are_read_does_not_matter(
+    folder: Path, damage: bytes
+) -> None:
+    header = {"recording": 1, "block_tokens": 512, "key_id": "x", "began_at": 1.0, "longest_s": 1.0}
+    row = {"input_length": 1000, "output_length": 300, "hash_ids": [1]}
+    rows = [{**row, "timestamp": 10_000 * number} for number in range(4)]
+    rows[0] |= {"status": "rejected", "output_length": 0}
+    content = b"".join(json.dumps(one).encode() + b"\n" for one in [header, *rows]) + damage
+    path = put(folder, content)
+    trace = read_trace(path, TraceOptions(num_rows=3))
+    assert [one.num_output for one in trace] == [300, 300, 300]
+    with pytest.raises(TraceError, match="row 6: line is"):
+        list(read_trace(path))
