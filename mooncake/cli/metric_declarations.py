@@ -63,7 +63,14 @@ def declared_metrics() -> tuple[DeclaredMetric, ...]:
 
 
 def metrics_in(tree: ast.Module, module: str) -> Iterator[DeclaredMetric]:
-    """Metrics that one module declares."""
+    """Metrics that one module declares. Raises ValueError: a table has no literals."""
+    try:
+        yield from _metrics_in(tree, module)
+    except ValueError as error:
+        raise ValueError(f"{module}: {error}") from error
+
+
+def _metrics_in(tree: ast.Module, module: str) -> Iterator[DeclaredMetric]:
     constants = local_texts_of(tree) | constants_of(tree)
     loops = loops_over_constants(tree, constants)
     for call in ast.walk(tree):

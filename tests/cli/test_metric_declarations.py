@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from mooncake.cli.metric_declarations import DeclaredMetric, declared_metrics, metrics_in
 
 
@@ -26,6 +28,26 @@ class Base:
         DeclaredMetric("vllm:x_blocks_total", "counter", (), "Blocks.", "x.py"),
         DeclaredMetric("vllm:x_load_seconds", "histogram", (), "Time of a load.", "x.py"),
     ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        """
+class Metrics:
+    PREFIX = "vllm:x"
+    COUNTERS = {"blocks": text_of("blocks")}
+""",
+        """
+NAMES = {name_of("blocks"): "Blocks."}
+for name, text in NAMES.items():
+    Counter(f"mooncake_{name}", text)
+""",
+    ],
+)
+def test_a_table_without_literals_is_named_with_its_file(source: str) -> None:
+    with pytest.raises(ValueError, match=r"^some/where\.py: .*line"):
+        list(metrics_in(ast.parse(source), "some/where.py"))
 
 
 def test_the_connectors_in_vllm_are_read() -> None:

@@ -488,7 +488,7 @@ def read_prices(file: Path | None) -> Prices:
         return EXAMPLE_PRICES
     try:
         return msgspec.toml.decode(file.read_bytes(), type=Prices)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError, InvalidArgument) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidArgument("--gpu-prices", str(file), f"a TOML file of prices ({reason})") from error
 

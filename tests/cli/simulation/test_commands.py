@@ -12,6 +12,7 @@ import pytest
 
 from mooncake.cli.simulation import grade
 from mooncake.cli.simulation.plan import read_prices
+from mooncake.errors import InvalidArgument
 from mooncake.sim.serving.node_costs import load_costs
 from tests.cli.conftest import Run
 from tests.sim.silicon.row_table import random_rows, write_rows
@@ -225,6 +226,14 @@ def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> N
 def test_the_example_of_prices_is_the_default() -> None:
     example = Path(__file__).parents[3] / "examples" / "gpu-prices.toml"
     assert read_prices(example) == read_prices(None)
+
+
+@pytest.mark.parametrize("content", ["", "gpu = 3", "dram_tb = -1\n[gpu]\nH100 = 1", "\xff"])
+def test_prices_that_are_wrong_are_named_with_their_file(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(InvalidArgument, match=r"--gpu-prices is '.*prices\.toml'"):
+        read_prices(file)
 
 
 def test_grade_of_a_run_and_of_rows(mooncake: Run, tmp_path: Path) -> None:
