@@ -84,6 +84,8 @@ HEARTBEATS_PER_LEASE = 4
 GRACE_LEASES = 5
 """Leases for which the requests of a lost conductor wait for their gateways."""
 KEYS_PER_FACT = 4096
+MAX_REFUSED = 4096
+"""Refused requests whose gateways are still to report an end; they do so at once."""
 
 
 class _PeerLink:
@@ -120,6 +122,8 @@ class Peers:
         self._tasks: list[asyncio.Task[None]] = []
         self._unclaimed: dict[Hashable, dict[str, None]] = {}
         """By connection with a claim under way: what it owned before, and has not named since."""
+        self._refused: dict[str, None] = {}
+        """Requests that were refused here and had no placement then, the latest last."""
         _is_leader.set(self.leadership.standing.is_leader)
 
     @property
@@ -185,9 +189,23 @@ class Peers:
 
     def ended(self, event: Finished) -> None:
         """A client reported the end of a request."""
+        is_refused = event.request_id in self._refused
+        self._refused.pop(event.request_id, None)
+        if is_refused and self.replicas.owners.owner(event.request_id) is None:
+            return
         self.replicas.owners.remove(event.request_id)
         self.replicas.note_ended(event.request_id, clock.monotonic())
         self.share(event)
+
+    def refused(self, request_id: str) -> None:
+        """A request was refused here, which ends its earlier placement. Without one nothing has ended, now or
+        when its gateway reports so: ends that peers may have missed would be forgotten for it."""
+        if self.replicas.owners.owner(request_id) is not None:
+            self.ended(Finished(request_id))
+        self._refused.pop(request_id, None)
+        self._refused[request_id] = None
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def lost(self, owner: Hashable) -> None:
         """A connection is lost: its requests count as finished."""

@@ -604,7 +604,7 @@ class ConductorServer:
             placed = self._service.core.placed_of(request, answer, clock.monotonic())
             self.peers.placed(placed, call.connection)
         else:
-            self.peers.ended(Finished(request.request_id))
+            self.peers.refused(request.request_id)
         return answer
 
     def _note(self, event: ReportedFact, call: Call) -> Noted:

@@ -25,6 +25,7 @@ from mooncake.conductor.messages import (
     Place,
     Placed,
     Prefilled,
+    Refuse,
     RemoveInstance,
     Replicate,
     SharedFact,
@@ -577,3 +578,33 @@ async def test_two_that_are_cut_off_both_lead_until_they_meet_again(workers: lis
             await one.stop()
         for wire in wires:
             await wire.close()
+
+
+async def test_a_refusal_is_no_end_where_nothing_was_placed(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, closed = free_ports("127.0.0.1", 2, Random())
+    one = await begin(first, closed)
+    gateway = AsyncClient(one.address, REPLIES)
+    shared: list[SharedFact] = []
+    monkeypatch.setattr(one.server.peers, "share", shared.append)
+    replicas, worker = one.server.peers.replicas, workers[0].address
+    try:
+        one.service.post(AddInstance(worker, WorkerRole.DECODE))
+        await until(lambda: one.service.core.status()[0].health == "ready")
+        for _ in range(2):  # its gateway reports an end after each answer, whatever that was
+            assert isinstance(await gateway.call(Place("never", 64, exclude=[worker]), 5.0), Refuse)
+            await gateway.call(Finished("never"), 5.0)
+        assert replicas.recent_ends(0.0) == [] and not shared
+        await gateway.call(Place("once", 64), 5.0)
+        shared.clear()
+        assert isinstance(await gateway.call(Place("once", 64, exclude=[worker]), 5.0), Refuse)
+        assert shared == [Finished("once")], "its earlier placement has ended"
+        await gateway.call(Place("never", 64), 5.0)
+        await gateway.call(Finished("never"), 5.0)
+        assert [name for name, _ in replicas.recent_ends(0.0)] == ["once", "never"]
+        await gateway.call(Finished("unknown"), 5.0)
+        assert replicas.ended_at("unknown") > 0, "its placement may be reported late"
+    finally:
+        await gateway.close()
+        await one.stop()
