@@ -177,8 +177,8 @@ class RemoteConductor:
         """Requests in flight that no conductor has placed, and that were reported to none."""
         self._late_ends: dict[str, Finished] = {}
         """Ends of requests for which the outbox has had no room, by request."""
-        self._asked: dict[str, None] = {}
-        """Requests that a conductor is asked to place now."""
+        self._asked: collections.Counter[str] = collections.Counter()
+        """By request: how many calls ask a conductor to place it now."""
         self._ending: dict[str, None] = {}
         """Requests whose ends wait to be sent."""
         self._num_claims = 0
@@ -219,11 +219,13 @@ class RemoteConductor:
             await link.client.close()
 
     async def place(self, request: Place) -> Decision | Refuse:
-        self._asked[request.request_id] = None
+        self._asked[request.request_id] += 1
         try:
             return await self._place(request)
         finally:
-            self._asked.pop(request.request_id, None)
+            self._asked[request.request_id] -= 1
+            if not self._asked[request.request_id]:
+                del self._asked[request.request_id]
 
     async def _place(self, request: Place) -> Decision | Refuse:
         answer: Decision | Refuse | None = None

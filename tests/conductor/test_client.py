@@ -182,7 +182,7 @@ async def test_a_claim_leaves_out_what_is_placed_anew(
     remote: RemoteConductor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote._in_flight["a"] = Placed(Place("a", 10), Decision("a", None, "w:1", "")), clock.monotonic()
-    remote._asked["a"] = None
+    remote._asked["a"] = 1
     claims: list[ClaimRequests] = []
 
     async def call(message: Any, timeout_s: float) -> Noted:
@@ -195,6 +195,28 @@ async def test_a_claim_leaves_out_what_is_placed_anew(
     link.has_claims = False
     await remote._claim(link)
     assert claims[0].placed == [] and claims[0].pending == ["a"] and claims[0].is_last
+
+
+async def test_a_request_is_asked_for_until_the_last_call_has_its_answer(
+    remote: RemoteConductor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: remote.is_connected and remote._outbox.empty())  # its claim is answered
+    answers = [asyncio.Event(), asyncio.Event()]
+    calls = iter(answers)
+
+    async def call(message: Any) -> Any:
+        await next(calls).wait()
+        return Decision("a", None, "w:1", "")
+
+    monkeypatch.setattr(remote, "_call", call)
+    first, second = (asyncio.create_task(remote.place(Place("a", 10))) for _ in answers)
+    await until(lambda: remote._asked["a"] == 2)
+    answers[0].set()
+    await first
+    assert list(remote._asked) == ["a"], "a claim says that it has not ended"
+    answers[1].set()
+    await second
+    assert not remote._asked
 
 
 async def test_ends_of_requests_that_no_conductor_knows_are_not_kept() -> None:
