@@ -22,9 +22,10 @@ _TAIL = 1 << 19
 """Set in a session's keys of partial blocks, which no later turn has."""
 _SESSION_BITS = 20
 MAX_TOKENS = 100_000_000
-_LARGEST = 1e12
+_LEAST, _LARGEST = 1e-12, 1e12
 _MOST = {"spread": 10.0, "jitter": 1.0, "peak": 1e4}
-"""The largest values of other fields than tokens; the others' is ``_LARGEST``."""
+"""The largest values of other fields than tokens; the others' is ``_LARGEST``, and the least above 0
+``_LEAST``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,14 +242,14 @@ def parse(spec: str) -> Generator | None:
 
 
 def _check(generator: Generator, counts: tuple[str, ...], amounts: tuple[str, ...]) -> None:
-    """Check that named fields are at least 1, or more than 0, and all others at least 0, and that none is so
-    large, or so small, that times drawn with it are no numbers."""
+    """Check that named fields are at least 1, or at least ``_LEAST``, and all others at least 0, and that
+    none is so large that times drawn with it are no numbers."""
     for field in dataclasses.fields(generator):
         name, value = field.name, getattr(generator, field.name)
         most = _MOST.get(name, MAX_TOKENS if name.endswith("_tokens") else _LARGEST)
         if name in counts and not 1 <= value <= most:
             raise InvalidArgument(name, value, f"1 or more, up to {most:g}")
-        if name in amounts and not 1 / _LARGEST <= value <= most:
-            raise InvalidArgument(name, value, f"more than 0, up to {most:g}")
+        if name in amounts and not _LEAST <= value <= most:
+            raise InvalidArgument(name, value, f"{_LEAST:g} to {most:g}")
         if name != "seed" and not 0 <= value <= most:
             raise InvalidArgument(name, value, f"0 or more, up to {most:g}")
