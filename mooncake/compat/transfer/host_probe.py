@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the drop-in needs to know of this host: transports, devices, ports, memory, CUDA streams."""
+"""What the drop-in needs to know of this host: transports, devices, ports, CUDA streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.host import host_topology, numeric_host
-from mooncake.transfer.memory import is_mapped
 from mooncake.transfer.transports import SCHEMES
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -70,11 +69,6 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def may_be_registered(address: int, size: int) -> bool:
-    """Whether the range may be registered: it is mapped, or could be device memory (the driver knows)."""
-    return is_mapped(address, size) or has_cuda()
 
 
 def wait_for_stream(stream: int) -> None:

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.compat.transfer.error_codes import EngineCode, EngineCodeError
-from mooncake.compat.transfer.host_probe import may_be_registered
 from mooncake.errors import InvalidArgument
 from mooncake.transfer.descriptor import Column
 from mooncake.transfer.engine import TransferEngine
-from mooncake.transfer.memory import is_writable
+from mooncake.transfer.memory import is_readable, is_writable
 from mooncake.transfer.topology import ANYWHERE, is_location
 from mooncake.transfer.transports import Region
 
@@ -58,8 +57,8 @@ class RegisteredMemory:
             added: list[int] = []
             try:
                 for address, size in zip(addresses, sizes, strict=True):
-                    self._check(address, size)
                     can_be_written = self._can_be_written(address, size)
+                    self._check_overlap(address, size)
                     memory = (address, size) if can_be_written else _read_only_view(address, size)
                     self._insert(address, self._engine.register(memory, where))
                     added.append(address)
@@ -180,11 +179,24 @@ class RegisteredMemory:
 
     # The list ---------------------------------------------------------------------------------------
 
-    def _check(self, address: int, size: int) -> None:
+    def _can_be_written(self, address: int, size: int) -> bool:
+        """Whether bytes may be moved into that memory, and not only from it.
+
+        Memory that may only be written counts: where a page may be written, no processor refuses to read it.
+
+        Raises:
+            InvalidArgument: not all of it is memory that may be accessed.
+        """
         if address <= 0 or size <= 0:
             raise InvalidArgument("memory", (address, size), "an address and a size above 0")
-        if not may_be_registered(address, size):
-            raise InvalidArgument("memory", f"[{address:#x}, +{size})", "memory of this process")
+        if is_writable(address, size) or self._engine.is_device_memory(address):
+            return True
+        if not is_readable(address, size):
+            allowed = "memory of this process that may be read or written, or a device's"
+            raise InvalidArgument("memory", f"[{address:#x}, +{size})", allowed)
+        return False
+
+    def _check_overlap(self, address: int, size: int) -> None:
         at = bisect.bisect_left(self._starts, address + size) - 1
         if at >= 0:
             other = self._regions[self._starts[at]]
@@ -194,9 +206,6 @@ class RegisteredMemory:
                     f"register [{address:#x}, +{size}): overlaps [{other.address:#x}, +{other.size_bytes}), "
                     "which is registered; unregister that first",
                 )
-
-    def _can_be_written(self, address: int, size: int) -> bool:
-        return is_writable(address, size) or self._engine.is_device_memory(address)
 
     def _insert(self, address: int, region: Region) -> None:
         bisect.insort(self._starts, address)

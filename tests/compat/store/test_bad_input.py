@@ -359,4 +359,14 @@ def test_memory_that_may_not_be_accessed(store: MooncakeDistributedStore, size: 
     assert store.batch_put_from_multi_buffers(["inaccessible"], [[address, address + MIB]], halves) == [-600]
     assert store.put_tensor_from("inaccessible", address, size) == -600
     assert store.get_into("accessible", address, size) == -600
+    assert store.register_buffer(address, size) == -600
+    assert store.put_from("inaccessible", address, size) == -600
     assert store.is_exist("inaccessible") == 0
+
+
+def test_memory_that_may_only_be_written(store: MooncakeDistributedStore) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 2 * MIB, prot=mmap.PROT_WRITE), np.uint8)
+    assert store.put("write only", b"x" * 1000) == 0
+    assert store.register_buffer(here(memory), memory.nbytes) == 0
+    assert store.get_into("write only", here(memory), 1000) == 1000
+    assert store.unregister_buffer(here(memory)) == 0

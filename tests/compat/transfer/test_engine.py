@@ -423,8 +423,19 @@ def test_memory_that_may_not_be_accessed(near: Peer, far: Peer) -> None:
     for size in (100, 100_000):
         assert near.engine.transfer_sync_write(far.session, there, far.at, size) == -1
         assert near.engine.transfer_sync_read(far.session, there, far.at, size) == -1
+        assert near.engine.register_memory(there, size) == -1
+        assert near.engine.batch_register_memory([there], [size]) == -1
     assert near.engine.write_bytes_to_buffer(there, b"abc", 3) == -1
     assert near.engine.read_bytes_from_buffer(there, 3) == b""
+
+
+def test_memory_that_may_only_be_written(near: Peer, far: Peer) -> None:
+    mapped = np.frombuffer(mmap.mmap(-1, 1 << 20, prot=mmap.PROT_WRITE), np.uint8)
+    there = int(mapped.ctypes.data)
+    assert near.engine.register_memory(there, mapped.nbytes) == 0
+    assert near.engine.transfer_sync_read(far.session, there, far.at, 100_000) == 0
+    assert far.engine.transfer_sync_write(near.session, far.at, there + 200_000, 1000) == 0
+    near.engine.transfer_sync_write(far.session, there, far.at, 100_000)  # the process goes on
 
 
 def test_memory_registered_after_the_first_transfer(near: Peer, far: Peer) -> None:
