@@ -424,10 +424,7 @@ def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) ->
     Raises:
         InvalidArgument: not one number per slice, or negative ones.
     """
-    try:
-        columns = TransferColumns(_column(local), _column(remote), _column(lengths))
-    except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
+    columns = TransferColumns(checked_column(local), checked_column(remote), checked_column(lengths))
     shape = columns.lengths.shape
     if len(shape) != 1 or columns.local.shape != shape or columns.remote.shape != shape:
         shapes = (columns.local.shape, columns.remote.shape, shape)
@@ -435,8 +432,20 @@ def transfer_columns(local: Addresses, remote: Addresses, lengths: Addresses) ->
     return columns
 
 
-def _column(values: Addresses) -> Column:
+def checked_column(values: Addresses) -> Column:
     """One column; numpy itself would truncate floats, parse texts and wrap negative numbers around.
+
+    Raises:
+        InvalidArgument: they are not integers of 64 bits, or one of them is negative.
+    """
+    try:
+        return _column(values)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument("columns", error, "integers of 0 to 2**64 - 1, one per slice") from error
+
+
+def _column(values: Addresses) -> Column:
+    """See ``checked_column``.
 
     Raises:
         TypeError: the values are no integers.

@@ -23,7 +23,6 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 from prometheus_client import Histogram
 
@@ -40,6 +39,7 @@ from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.operations import Operations
 from mooncake.store.master.objects import DEFAULT_POLICY
 from mooncake.transfer import TransferEngine, crc32c_columns
+from mooncake.transfer.batch import Addresses
 from mooncake.types import ObjectKey
 
 _BUCKETS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5, 1.0, 5.0)
@@ -404,9 +404,9 @@ class ClientCalls:
     def write_ranges(
         self,
         grants: Sequence[PutGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
+        object_offsets: Addresses,
+        local_addresses: Addresses,
+        lengths: Addresses,
         timeout_s: float | None = None,
         deadline: float | None = None,
     ) -> Call[list[Refusal | None]]:
@@ -442,9 +442,9 @@ class ClientCalls:
     def read_ranges(
         self,
         grants: Sequence[ReadGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
+        object_offsets: Addresses,
+        local_addresses: Addresses,
+        lengths: Addresses,
         timeout_s: float | None = None,
         deadline: float | None = None,
     ) -> Call[list[bool]]:

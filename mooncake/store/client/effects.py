@@ -14,7 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from mooncake.errors import MooncakeError
-from mooncake.store.client.grants import Addresses, Checksums, OneSlice
+from mooncake.store.client.grants import Checksums, OneSlice
+from mooncake.transfer.descriptor import Column
 
 FIRST_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
@@ -53,9 +54,9 @@ class Slices(msgspec.Struct, frozen=True, eq=False):
     """Columns of one transfer to or from one segment."""
 
     handle: Any
-    local: Addresses
-    remote: Addresses
-    lengths: Addresses
+    local: Column
+    remote: Column
+    lengths: Column
     is_checked: bool = True
     """Checksums are required."""
     has_others: bool = False

@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from mooncake.errors import InvalidArgument, Refusal
 from mooncake.store import messages as m
+from mooncake.transfer.batch import Addresses, checked_column
+from mooncake.transfer.descriptor import Column
 from mooncake.types import ObjectKey
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
-
-Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -240,9 +240,9 @@ class SliceColumns:
     """Slices: index of the grant, offset in its object, local address, length."""
 
     grant: npt.NDArray[np.intp]
-    offset: Addresses
-    local: Addresses
-    length: Addresses
+    offset: Column
+    local: Column
+    length: Column
 
     def where(self, mask: npt.NDArray[np.bool_]) -> SliceColumns:
         """The slices whose flag in ``mask`` is set."""
@@ -295,15 +295,12 @@ def distinct(column: npt.NDArray[np.intp]) -> list[int]:
 
 
 def columns_of(
-    grants: Sequence[Sized],
-    object_offsets: npt.ArrayLike,
-    local_addresses: npt.ArrayLike,
-    lengths: npt.ArrayLike,
+    grants: Sequence[Sized], object_offsets: Addresses, local_addresses: Addresses, lengths: Addresses
 ) -> SliceColumns:
     """Columns from a caller's arrays, k slices for each grant. Raises InvalidArgument."""
-    offset = np.asarray(object_offsets, dtype=np.uint64).reshape(-1)
-    local = np.asarray(local_addresses, dtype=np.uint64).reshape(-1)
-    length = np.asarray(lengths, dtype=np.uint64).reshape(-1)
+    offset = checked_column(object_offsets).reshape(-1)
+    local = checked_column(local_addresses).reshape(-1)
+    length = checked_column(lengths).reshape(-1)
     if not offset.size == local.size == length.size or (grants and offset.size % len(grants)):
         sizes = (offset.size, local.size, length.size)
         raise InvalidArgument("columns", sizes, f"equal lengths, a multiple of the {len(grants)} grants")
@@ -335,15 +332,15 @@ class OneSlice(msgspec.Struct, frozen=True, eq=False):
     has_others: bool = False
 
     @property
-    def local(self) -> Addresses:
+    def local(self) -> Column:
         return np.array([self.local_address], dtype=np.uint64)
 
     @property
-    def remote(self) -> Addresses:
+    def remote(self) -> Column:
         return np.array([self.remote_address], dtype=np.uint64)
 
     @property
-    def lengths(self) -> Addresses:
+    def lengths(self) -> Column:
         return np.array([self.length], dtype=np.uint64)
 
 

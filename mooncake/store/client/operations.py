@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, PeerLost, Refusal
 from mooncake.store import messages as m
@@ -68,6 +67,7 @@ from mooncake.store.client.preallocated import (
 from mooncake.store.client.small_values import SmallValues
 from mooncake.store.ha.leader_search import DOUBT_S
 from mooncake.store.master.objects import DEFAULT_POLICY
+from mooncake.transfer.batch import Addresses
 from mooncake.types import ObjectKey, Tier
 
 DEFAULT_CHUNK_BYTES = 1 << 20
@@ -495,9 +495,9 @@ class Operations:
     def write_ranges(
         self,
         grants: Sequence[PutGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
+        object_offsets: Addresses,
+        local_addresses: Addresses,
+        lengths: Addresses,
         deadline: float,
     ) -> Operation[list[Refusal | None]]:
         """Write parts of objects: k slices for each grant, the slices of one grant in a row.
@@ -512,9 +512,9 @@ class Operations:
     def read_ranges(
         self,
         grants: Sequence[ReadGrant],
-        object_offsets: npt.ArrayLike,
-        local_addresses: npt.ArrayLike,
-        lengths: npt.ArrayLike,
+        object_offsets: Addresses,
+        local_addresses: Addresses,
+        lengths: Addresses,
         deadline: float,
     ) -> Operation[list[bool]]:
         """Read parts of objects, columns as in ``write_ranges``; for which grants the parts are right.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +182,18 @@ def test_columns_of_unequal_length_are_refused() -> None:
         with pytest.raises(InvalidArgument, match="columns"):
             columns_of(grants, *columns)
     assert rows(columns_of([], [], [], [])) == []
+
+
+@pytest.mark.parametrize("wrong", [[-1], [1.5], ["1"], np.array([-1]), np.array([1.0]), [1 << 64], "1"])
+def test_columns_of_what_is_no_address_are_refused(wrong: Any) -> None:
+    """As in a transfer; numpy would take another number in place of most of them."""
+    grants = [Grant("k", 10, 4)]
+    for columns in ((wrong, [0], [1]), ([0], wrong, [1]), ([0], [0], wrong)):
+        with pytest.raises(InvalidArgument, match=r"columns.*integers of 0 to 2\*\*64 - 1"):
+            columns_of(grants, *columns)
+    pages = np.array([[0, 4], [0, 4]], dtype=np.int64)
+    both = columns_of([Grant("k", 8, 4), Grant("l", 8, 4)], pages, pages + 100, np.full_like(pages, 4))
+    assert rows(both) == [(0, 0, 100, 4), (0, 4, 104, 4), (1, 0, 100, 4), (1, 4, 104, 4)]
 
 
 @pytest.mark.parametrize(
