@@ -33,6 +33,7 @@ from mooncake.transfer.batch import (
     Addresses,
     Batch,
     TransferColumns,
+    checked_column,
     piece_bytes_of,
     transfer_columns,
 )
@@ -449,7 +450,7 @@ async def move(
     deadline = time.monotonic() + options.timeout_s
     rows: tuple[Any, Any, Any] = (local, remote, lengths) if lengths is not None else rows_of(local, remote)
     segment = await _segment(engine, peer) if isinstance(peer, str) else peer
-    num_bytes = int(np.asarray(rows[2], dtype=np.uint64).sum()) if options.progress is not None else 0
+    num_bytes = int(checked_column(rows[2]).sum()) if options.progress is not None else 0
 
     def report(num_moved: int) -> None:
         if options.progress is not None:

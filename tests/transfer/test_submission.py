@@ -142,6 +142,17 @@ async def test_progress_ends_with_all_of_it(near: TransferEngine, far: TransferE
     assert reported[-1] == (40 * MIB, 40 * MIB) and reported == sorted(reported) and len(reported) > 1
 
 
+@pytest.mark.parametrize("lengths", [[-1], [1.5], ["1"], [1 << 64], np.array([-1])])
+@pytest.mark.parametrize("progress", [None, lambda done, whole: None])
+async def test_lengths_that_are_none_are_refused(
+    near: TransferEngine, far: TransferEngine, lengths: Any, progress: Any
+) -> None:
+    pool, here = far.allocate(4096), near.allocate(4096)
+    columns = [here.address], [pool.address], lengths
+    with pytest.raises(InvalidArgument, match="columns"):
+        await near.write(near.open(far.describe()), *columns, progress=progress)
+
+
 async def test_an_urgent_write_overtakes_those_that_wait() -> None:
     only_tcp = TransferSettings(transports=("tcp",), num_streams=1)
     with TransferEngine(only_tcp) as far, TransferEngine(only_tcp) as near:
