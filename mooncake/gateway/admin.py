@@ -86,8 +86,19 @@ class MovedAnswer(msgspec.Struct):
     seconds: float
 
 
-def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
-    """Add all endpoints but OpenAI's. ``is_inside``: every client of this application is an operator."""
+WhyNotReady = Callable[[], Awaitable[str]]
+"""Returns why a process can't serve a request; empty if it can."""
+
+
+def add_routes(
+    app: FastAPI, gateway: Gateway, is_inside: bool = False, why_not_ready: WhyNotReady | None = None
+) -> None:
+    """Add all endpoints but OpenAI's.
+
+    Args:
+        is_inside: every client of this application is an operator.
+        why_not_ready: of a process that needs more of an instance than that it is ready.
+    """
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -99,6 +110,8 @@ def add_routes(app: FastAPI, gateway: Gateway, is_inside: bool = False) -> None:
     @app.get("/ready", responses={503: {"description": "No instance is ready"}})
     async def ready() -> dict[str, str]:
         """Whether a request can be served: 503 while no instance is ready."""
+        if why_not_ready is not None and (reason := await why_not_ready()):
+            raise ApiError(503, reason, code="no_instance", retry_after_s=1.0)
         rows = await gateway.scheduling.status()
         if not any(row.health == "ready" for row in rows):
             states = ", ".join(f"one is {row.health}" for row in rows) or "none was added"

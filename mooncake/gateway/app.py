@@ -160,13 +160,16 @@ async def watch_client_keys(gateway: Gateway) -> None:
         gateway.reload_clients(is_forced=False)
 
 
-def create_operator_app(gateway: Gateway) -> FastAPI:
-    """The application of the operators' port; ``create_app`` starts and closes ``gateway``."""
+def create_operator_app(gateway: Gateway, why_not_ready: admin.WhyNotReady | None = None) -> FastAPI:
+    """The application of the operators' port; ``create_app`` starts and closes ``gateway``.
+
+    ``why_not_ready``: as of ``admin.add_routes``.
+    """
     title = "Mooncake gateway, for operators"
     app = FastAPI(title=title, version=mooncake.__version__, docs_url=None, redoc_url=None)
     _answer_errors(app)
     is_inside = is_loopback(gateway.settings.metrics_host)
-    admin.add_routes(app, gateway, is_inside)
+    admin.add_routes(app, gateway, is_inside, why_not_ready)
     add_trace_routes(app, gateway, is_inside)
     return app
 

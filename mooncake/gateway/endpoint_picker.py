@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,6 +67,9 @@ UNPLACED = {
 
 MAX_PLACEMENTS = 4
 """Placements of one request before it is refused, when the conductor chooses instances outside the subset."""
+
+MAX_NAMED = 8
+"""Instances that are named where none can be picked."""
 
 LIST_AGAIN_S = 0.2
 """For how long the list of instances, which orders those behind the picked one, is used again."""
@@ -121,6 +124,20 @@ def normalized(address: str) -> str | None:
     return f"[{ip}]:{int(port)}" if is_bracketed else f"{ip}:{int(port)}"
 
 
+def why_none(rows: Sequence[InstanceStatus]) -> str:
+    """Why none of these instances can be picked; empty if one can."""
+    if any(row.health == "ready" and normalized(row.instance) is not None for row in rows):
+        return ""
+    if not rows:
+        return "no instance is known: none was added, or the conductor has not answered"
+    unready = [
+        f"{row.instance} is {row.health}" + ", but its name is not ip:port" * (row.health == "ready")
+        for row in rows[:MAX_NAMED]
+    ]
+    further = [f"{len(rows) - MAX_NAMED} more"] if len(rows) > MAX_NAMED else []
+    return f"no endpoint can be picked: {'; '.join([*unready, *further])}"
+
+
 class EndpointPicker:
     """Picks endpoints for proxies. ``gateway`` is started."""
 
@@ -129,10 +146,18 @@ class EndpointPicker:
         self._rows: list[InstanceStatus] = []
         self._listed_at = float("-inf")
         self._unaddressable: dict[InstanceId, None] = {}
+        self._why_not_ready = ""
 
-    async def is_ready(self) -> bool:
-        """Whether some endpoint can be picked."""
-        return any(row.health == "ready" for row in await self._addressable())
+    async def why_not_ready(self) -> str:
+        """Why no endpoint can be picked; empty if one can. A change is logged."""
+        reason = why_none(await self._listed())
+        if reason != self._why_not_ready:
+            self._why_not_ready = reason
+            if reason:
+                log.warning("picker_not_ready", reason=reason)
+            else:
+                log.info("picker_ready")
+        return reason
 
     async def pick(
         self, head: RequestHeaders, body: bytes
@@ -177,7 +202,7 @@ class EndpointPicker:
         try:
             adapter = await settle_model(gateway, request)
             prepared = await prepare(gateway, http, api, request, adapter)
-            rows = await self._addressable()
+            rows = await self._listed()
             allowed = _Allowed(head.subset, rows)
             account = PickedRequest(gateway, prepared, permit, slo_of(http), client)
             decision = await account.place(allowed)
@@ -230,7 +255,7 @@ class EndpointPicker:
     async def _unplaced(self, http: Request, head: RequestHeaders, body: bytes | None) -> Picked:
         """The next instance that is allowed; ``body``: in the place of the proxy's."""
         backends, scheduling = self._gateway.backends, self._gateway.scheduling
-        allowed = _Allowed(head.subset, await self._addressable())
+        allowed = _Allowed(head.subset, await self._listed())
         instance = await backends.pick_instance(scheduling, allowed.excluded)
         endpoint = None if instance is None else allowed.endpoint_of(instance)
         if endpoint is None:
@@ -244,8 +269,8 @@ class EndpointPicker:
             body,
         )
 
-    async def _addressable(self) -> list[InstanceStatus]:
-        """The instances that a proxy can address."""
+    async def _listed(self) -> list[InstanceStatus]:
+        """All instances; those that no proxy can address are logged."""
         now = clock.monotonic()
         if now > self._listed_at + LIST_AGAIN_S:
             self._listed_at = now

@@ -142,8 +142,9 @@ async def serve(settings: EppSettings) -> None:
     for_operators = listen_for_metrics(settings.metrics_host, settings.metrics_port)
     tokenizer = await asyncio.to_thread(load_tokenizer, settings.as_gateway())
     gateway = Gateway(settings.as_gateway(), tokenizer)
-    operator_server = HttpServer(create_operator_app(gateway), for_operators, max_connections=MAX_OPERATORS)
     picker = EndpointPicker(gateway, PickRules(settings.max_endpoints, settings.prefill_header))
+    operator_app = create_operator_app(gateway, picker.why_not_ready)
+    operator_server = HttpServer(operator_app, for_operators, max_connections=MAX_OPERATORS)
     server = PickerServer(
         picker,
         # More than answers: requests beyond their limit get a refusal with the time to retry.

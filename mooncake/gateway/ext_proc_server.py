@@ -219,7 +219,7 @@ class PickerServer:
         if service == LIVENESS:
             return _SERVING
         if service in ("", READINESS, SERVICE):
-            return _SERVING if await self._picker.is_ready() else _NOT_SERVING
+            return _NOT_SERVING if await self._picker.why_not_ready() else _SERVING
         return _SERVICE_UNKNOWN
 
     async def _check(self, request: Any, context: Any) -> Any:

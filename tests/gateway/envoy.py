@@ -178,6 +178,7 @@ class Proxy:
     """A picker with engines, and Envoy before it."""
 
     gateway: Gateway
+    picker: EndpointPicker
     server: PickerServer
     address: str
     engines: list[Engine]
@@ -296,7 +297,7 @@ async def proxied(
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            proxy = Proxy(gateway, server, f"127.0.0.1:{port}", engines, session, channel)
+            proxy = Proxy(gateway, picker, server, f"127.0.0.1:{port}", engines, session, channel)
 
             async def are_ready() -> bool:
                 rows = (await proxy.rows()).values()

@@ -18,10 +18,13 @@ pytest.importorskip("grpc", reason="grpcio is not installed (extra grpc)")
 pytest.importorskip("envoy.service.ext_proc", reason="xds-protos is not installed (extra dev)")
 
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.messages import AddInstance, Place
+from mooncake.conductor.messages import AddInstance, InstanceStatus, Place, RemoveInstance
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
-from mooncake.gateway.endpoint_picker import normalized
+from mooncake.gateway.app import create_operator_app
+from mooncake.gateway.endpoint_picker import normalized, why_none
+from mooncake.gateway.ext_proc_messages import HealthCheckRequest, HealthCheckResponse
+from mooncake.http.server import HttpServer, listen
 from mooncake.types import WorkerRole
 from tests.gateway.engines import BLOCK, Front, fronting
 from tests.gateway.envoy import Proxy, proxied
@@ -215,6 +218,61 @@ async def test_an_instance_without_an_address_is_never_picked(caplog: pytest.Log
             assert picked.endpoints == [proxy.engines[0].address]
             await exchange.end()
         assert "endpoint_not_addressable" in caplog.text
+
+
+def row(instance: str, health: str) -> InstanceStatus:
+    return InstanceStatus(instance, WorkerRole.DECODE, health, "", 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([], ["no instance is known"]),
+        ([row("10.0.0.1:80", "starting")], ["10.0.0.1:80 is starting"]),
+        (
+            [row("engine-1:80", "ready"), row("10.0.0.2:80", "draining")],
+            ["engine-1:80 is ready, but its name is not ip:port", "10.0.0.2:80 is draining"],
+        ),
+        ([row(f"10.0.0.{number}:80", "down") for number in range(20)], ["10.0.0.7:80 is down; 12 more"]),
+    ],
+)
+def test_where_no_endpoint_can_be_picked_the_reason_is_named(
+    rows: list[InstanceStatus], parts: list[str]
+) -> None:
+    found = why_none(rows)
+    assert all(part in found for part in parts), found
+    assert why_none([*rows, row("10.0.9.9:80", "ready")]) == ""
+
+
+async def test_a_picker_of_instances_without_addresses_is_not_ready(caplog: pytest.LogCaptureFixture) -> None:
+    async with proxied(1) as proxy:
+        address = proxy.engines[0].address
+        name = address.replace("127.0.0.1", "localhost")
+        assert await proxy.picker.why_not_ready() == ""
+        await proxy.gateway.scheduling.change(AddInstance(name, WorkerRole.DECODE))
+        await proxy.gateway.scheduling.change(RemoveInstance(address))
+
+        async def is_explained() -> bool:
+            return await proxy.picker.why_not_ready() == (
+                f"no endpoint can be picked: {name} is ready, but its name is not ip:port"
+            )
+
+        await until(is_explained)
+        health = proxy.channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=HealthCheckResponse.FromString,
+        )
+        assert (await health(HealthCheckRequest(service="readiness"), timeout=10)).status == 2
+        app = create_operator_app(proxy.gateway, proxy.picker.why_not_ready)
+        server = HttpServer(app, listen("127.0.0.1", 0))
+        await server.start()
+        try:
+            async with proxy.session.get(f"http://127.0.0.1:{server.port}/ready") as response:
+                assert response.status == 503 and name in await response.text()
+        finally:
+            await server.close()
+        assert "picker_not_ready" in caplog.text
 
 
 async def test_an_instance_that_joined_since_the_list_was_made_is_not_picked_outside_the_subset(
