@@ -45,6 +45,8 @@ GROUP = "engines"
 """Name of the RoleBasedGroup."""
 GIVEN_CLIENTS = "/etc/mooncake/clients/clients.toml"
 """Where the gateway's pod has the Secret of its clients' keys."""
+MAX_SECRET_BYTES = 1 << 20
+"""The largest Secret that Kubernetes keeps."""
 MEMORY_BEYOND_POOL = 2 << 30
 DESIRED = "mooncake_conductor_desired_instances"
 
@@ -320,8 +322,7 @@ def _role_based_group(settings: DeploySettings, place: Addresses, engine: str) -
     roles = [
         {
             "name": role,
-            # An update writes the whole list of roles: without a number it would leave one instance of each.
-            "replicas": getattr(settings, role),
+            # No replicas, as in LeaderWorkerSets: the API server merges roles by their names.
             "scalingAdapter": {"enable": True},
             "rolloutStrategy": {
                 "type": "RollingUpdate",
@@ -433,7 +434,9 @@ def _pod(settings: DeploySettings, program: Program, **more: Any) -> Manifest:
         spec["initContainers"] = [_private_copy(program), _kept_copy(program)]
         mounts.append({"name": "clients", "mountPath": CLIENTS_FILE.rpartition("/")[0], "readOnly": True})
         volumes.append({"name": "given", "secret": {"secretName": "mooncake-clients"}})
-        volumes.append({"name": "clients", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}})
+        # Two copies while one replaces the other, and what the file system itself needs.
+        size = _mebibytes(3 * MAX_SECRET_BYTES)
+        volumes.append({"name": "clients", "emptyDir": {"medium": "Memory", "sizeLimit": size}})
     spec["containers"] = [_container(settings, program, mounts)]
     spec["volumes"] = volumes
     return {"metadata": {"labels": _labels(role)}, "spec": spec}

@@ -173,7 +173,20 @@ def test_an_update_leaves_the_numbers_that_autoscalers_set(rendered: Path) -> No
             if (one["kind"], one["metadata"]["name"]) in scaled:
                 assert "replicas" not in one["spec"], f"{overlay.name}: {one['kind']}"
                 found += 1
-    assert found >= 7, "gateways, and the engines of overlays with LeaderWorkerSets"
+            if one["kind"] == "RoleBasedGroup":  # each role is scaled through an adapter of its own
+                for role in one["spec"]["roles"]:
+                    assert ("RoleBasedGroupScalingAdapter", f"engines-{role['name']}") in scaled
+                    assert "replicas" not in role, f"{overlay.name}: {role['name']}"
+                    found += 1
+    assert found >= 10, "gateways and all engines"
+
+
+def test_the_volume_of_the_clients_keys_holds_the_largest_secret_while_it_is_replaced(rendered: Path) -> None:
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        volumes = [one for template in pods(kustomize.build(overlay)) for one in template["spec"]["volumes"]]
+        (keys,) = [one["emptyDir"] for one in volumes if one["name"] == "clients"]
+        size = keys["sizeLimit"]
+        assert size.endswith("Mi") and int(size.removesuffix("Mi")) << 20 > 2 * kubernetes.MAX_SECRET_BYTES
 
 
 def test_the_operators_key_is_sent_over_tls_only(rendered: Path) -> None:
