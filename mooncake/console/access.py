@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may see what in the console: visitors, their sessions, and which requests count as local.
 
-A process of this host may read without a key where clients have no keys either. Everyone else begins a
+A process of this host may read without a key where others need none either. Everyone else begins a
 session with a key. Two things look like a local process and are not: a web page of a foreign site whose name
 resolves to 127.0.0.1 (its Host header has that name), and a reverse proxy on this host (it forwards requests
 of others). Both need a key, but a proxy is recognised only by the headers that it adds, and nginx adds
-none by default: so no address replaces a key at a gateway that has keys of clients. Sessions are
+none by default: so no address replaces a key at a gateway that has keys of clients, and at a store whose
+cluster has a credential. Sessions are
 bounded in number and in age, are kept by the digest of their token, and hold the visitor's key, so that a
 key that was withdrawn ends them.
 """

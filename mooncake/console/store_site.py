@@ -24,6 +24,7 @@ from mooncake.console.site import (
     text_of,
 )
 from mooncake.console.store_source import StoreSource
+from mooncake.security import process_identity
 from mooncake.security.http_auth import AdminKey
 from mooncake.store import messages as m
 from mooncake.store.master.context import MasterContext
@@ -114,7 +115,8 @@ def add_store_pages(app: FastAPI, context: MasterContext) -> FastAPI:
     async def act(visitor: Visitor, action: str, fields: dict[str, Any]) -> str:
         return await act_on_store(store, action, fields)
 
-    gate = Gate(identify)
+    # As at the server's other pages: where the cluster has a credential, no address replaces it.
+    gate = Gate(identify, has_readers=process_identity().is_open)
     add_frame(app, gate, STORE_VIEWS, "store")
     add_store_data(app, gate, store)
     add_actions(app, gate, act)

@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,8 @@ import pytest
 from mooncake.cli.store_roles import load_pages
 from mooncake.console import store_site
 from mooncake.inference.tokenizer import Tokenizer
+from mooncake.security import Identity, SecuritySettings, install_identity
+from mooncake.security.keys import format_secret
 from mooncake.store import Store
 from mooncake.store.node.node import Node, NodeSettings
 from mooncake.store.server import running
@@ -151,6 +154,24 @@ async def test_a_stranger_needs_the_admin_key(store: RunningStore) -> None:
         assert (await stranger.get(f"/console/{path}"))[0] == 401
     assert (await stranger.login(ADMIN_KEY))[0] == 200
     assert (await stranger.get("/console/store.json"))[0] == 200
+
+
+async def test_where_the_cluster_has_a_credential_no_address_replaces_the_key(tmp_path: Path) -> None:
+    """A proxy on the master's host that names neither itself nor its client looks like a local process."""
+    file = tmp_path / "cluster.key"
+    file.write_text(format_secret(b"s" * 32))
+    file.chmod(0o600)
+    settings = MasterSettings(port=0, admin_api_key=ADMIN_KEY)
+    install_identity(Identity(SecuritySettings(cluster_key_file=str(file))))
+    try:
+        async with running(settings, load_pages) as server, aiohttp.ClientSession() as session:
+            browser = Browser(session, f"http://{server.web_address}")
+            for path in ("store.json", "key.json?key=x", "session.json"):
+                assert (await browser.get(f"/console/{path}"))[0] == 401
+            assert (await browser.login(ADMIN_KEY))[0] == 200
+            assert (await browser.get("/console/store.json"))[0] == 200
+    finally:
+        install_identity(None)
 
 
 async def test_paths_that_the_console_guards_itself_are_listed(store: RunningStore) -> None:
