@@ -46,7 +46,6 @@ from mooncake.files import LOCK, OsDirectory
 from mooncake.inference.pipeline import MAX_STAGES
 from mooncake.log import get_logger
 from mooncake.security import Identity, SecuritySettings, check_address, process_identity
-from mooncake.security.tls_contexts import client_context
 from mooncake.tracing import TracingSettings
 from mooncake.types import KvTransfer
 
@@ -501,10 +500,10 @@ def check_certificate(identity: Identity) -> None:
     Raises:
         InvalidArgument: it is not of its authority, or does not name the address.
     """
-    if identity.server_tls is None:
+    client_tls = identity.https_tls()
+    if client_tls is None or identity.server_tls is None:
         return
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client_tls = client_context(identity.settings, check_host=True)
     client = client_tls.wrap_bio(to_client, to_server, server_hostname=INSIDE)
     server = identity.server_tls.wrap_bio(to_server, to_client, server_side=True)
     try:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from mooncake import clock
-from mooncake.connectors.digests import file_digest, file_state
+from mooncake.connectors.digests import file_digest
 from mooncake.errors import InvalidArgument, ModelError
+from mooncake.files import file_state
 from mooncake.log import get_logger
 
 log = get_logger(__name__)

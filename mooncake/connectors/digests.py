@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mooncake import clock
 from mooncake.errors import ModelError
+from mooncake.files import file_state
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
@@ -65,11 +66,6 @@ def file_digest(path: Path, cache_dir: Path | None = None) -> str:
     if clock.wall() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
         _keep(folder, name, digest)
     return digest
-
-
-def file_state(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    """What differs after a file was changed or replaced: device, inode, size and both times in ns."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _state(path: Path, status: os.stat_result) -> tuple[object, ...]:

@@ -113,6 +113,11 @@ def boot_id() -> str:
         return ""
 
 
+def file_state(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    """What differs after a file was changed or replaced: device, inode, size and both times in ns."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 class UntrustedFile(PermissionError):
     """A file or directory that another user owns or may change: ``found`` where ``allowed`` is required."""
 

@@ -25,6 +25,7 @@ from mooncake.conductor.server import ConductorService
 from mooncake.conductor.settings import SchedulingSettings, Seconds
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
+from mooncake.files import file_state
 from mooncake.forensics.hygiene import read_rules
 from mooncake.gateway.backends import Backends
 from mooncake.gateway.cache_misses import CacheMisses
@@ -268,7 +269,7 @@ def _stamp(path: str) -> tuple[int, ...]:
         found = Path(path).expanduser().stat()
     except OSError:
         return ()
-    return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
+    return file_state(found)
 
 
 class PromptTokenizer(typing.Protocol):

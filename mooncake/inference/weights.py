@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mooncake import clock
-from mooncake.connectors.digests import SETTLED_S, file_digest, file_state
+from mooncake.connectors.digests import SETTLED_S, file_digest
 from mooncake.errors import ModelError
+from mooncake.files import file_state
 from mooncake.inference.model import Decoder, ModelConfig, Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
