@@ -86,12 +86,12 @@ def is_here(address: str) -> bool:
         host, _ = split_address(address)
     except InvalidArgument:
         return False
-    if is_loopback(host):
-        return True
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no host can have this name
         return False
+    if is_loopback(host):
+        return True
     for family, kind, _, _, place in found:
         with contextlib.suppress(OSError), socket.socket(family, kind) as one:
             one.bind((place[0], 0))  # only an address of this host can be bound

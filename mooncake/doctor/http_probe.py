@@ -142,7 +142,8 @@ class HttpProbe:
         except TimeoutError:
             reach = Reach(Trouble.SILENT, f"{method} {path} was not answered within {timeout.total:g} s")
             raise Unanswered(reach) from None
-        except (aiohttp.ClientError, OSError, ProtocolError) as error:
+        # ValueError: no host can have this name
+        except (aiohttp.ClientError, OSError, ValueError, ProtocolError) as error:
             raise Unanswered(await self._reason(server, error)) from error
 
     async def _reason(self, server: HttpServerAt, error: Exception) -> Reach:
@@ -191,7 +192,7 @@ async def speaks_tls(host: str, port: int) -> bool | None:
             plain.close()
             with contextlib.suppress(OSError):
                 await plain.wait_closed()
-    except (OSError, TimeoutError):
+    except (OSError, ValueError, TimeoutError):  # ValueError: no host can have this name
         return None
     try:
         async with asyncio.timeout(TLS_PROBE_S):

@@ -340,7 +340,7 @@ class AsyncClient:
                     raise wire.loss
             except AccessDenied:
                 raise
-            except (OSError, PeerLost) as error:
+            except (OSError, ValueError, PeerLost) as error:  # ValueError: no host can have this name
                 if isinstance(error, TimeoutError) and not error.errno:  # perhaps its host has failed
                     error = PeerLost(f"it did not complete the greeting within {ATTEMPT_S:g} s")
                 if wire is not None:
@@ -655,17 +655,16 @@ class BlockingClient:
                     raise AccessDenied(f"{self.peer}: {error}") from error
                 except ProtocolError as error:
                     raise ProtocolError(f"{self.peer}: {error}") from error
-                except OSError as error:
+                except (OSError, ValueError) as error:  # ValueError: no host can have this name
+                    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                     if not isinstance(error, TimeoutError):
-                        why = f": {error.strerror or error}"
+                        why = f": {reason}"
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
                         message = f"{self.peer} can't be reached within {timeout_s:.3g} s{why}"
                         raise DeadlineExceeded(message) from error
                     if not self._is_patient:
-                        raise PeerLost(
-                            f"{self.peer} can't be reached: {error.strerror or error}; is it running?"
-                        ) from error
+                        raise PeerLost(f"{self.peer} can't be reached: {reason}; is it running?") from error
                     time.sleep(min(backoff_s, remaining_s))
                     backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 else:

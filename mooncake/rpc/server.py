@@ -661,8 +661,8 @@ class RpcServer:
                 port,
                 backlog=BACKLOG,
             )
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+        except (OSError, ValueError) as error:  # ValueError: no host can have this name
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise AddressInUse(f"{host}:{port} is in use; free it or choose another port") from error
             raise InvalidArgument("address", f"{host}:{port}", f"one to listen on ({error})") from error
         self.port = self._server.sockets[0].getsockname()[1]

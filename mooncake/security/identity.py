@@ -254,7 +254,7 @@ def is_loopback(host: str) -> bool:
         return False  # asyncio and others then listen on all addresses
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no host can have this name
         return True  # listening there fails with its own error
     return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
 

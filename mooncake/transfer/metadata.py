@@ -274,7 +274,8 @@ class HttpConnection:
                         f"{self._name}: TLS failed ({error}); check that it serves https,"
                         " `tls_ca` and the certificates of both sides"
                     ) from error
-                except (OSError, http.client.HTTPException) as error:
+                # ValueError: no host can have this name
+                except (OSError, ValueError, http.client.HTTPException) as error:
                     self._connection.close()
                     if is_last or isinstance(error, ConnectionRefusedError):
                         raise PeerLost(
@@ -506,7 +507,7 @@ class RedisBackend:
                         f"metadata service {self.url} did not answer {arguments[0].decode()} within "
                         f"{self._timeout_s:g} s; is the address right?"
                     ) from error
-                except OSError as error:
+                except (OSError, ValueError) as error:  # ValueError: no host can have this name
                     self._hang_up()
                     if is_last or is_fresh:
                         raise PeerLost(f"metadata service {self.url}: {error}; is it running?") from error

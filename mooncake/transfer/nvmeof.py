@@ -153,8 +153,9 @@ def _check_reachable(address: str, port: int, target: str, timeout_s: float) -> 
         socket.create_connection((address, port), timeout=timeout_s).close()
     except TimeoutError as error:
         raise DeadlineExceeded(f"{target}: no answer within {timeout_s:g} s; is it up?") from error
-    except OSError as error:
-        raise PeerLost(f"{target}: {error.strerror}; does it export the subsystem there?") from error
+    except (OSError, ValueError) as error:  # ValueError: no host can have this name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PeerLost(f"{target}: {reason}; does it export the subsystem there?") from error
 
 
 def _wait_for_device(controller: str, namespace: int, deadline: float, target: str) -> str:

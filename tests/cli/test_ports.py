@@ -25,6 +25,9 @@ def test_any_free_port_is_fine() -> None:
 def test_a_foreign_address_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="an address of this machine"):
         check_free("192.0.2.1", 8000)
+    for name in ("a..b", "x" * 64):
+        with pytest.raises(InvalidArgument, match="no host can have this name"):
+            check_free(name, 8000)
 
 
 def test_free_ports_are_distinct_and_below_the_outgoing_range() -> None:

@@ -44,6 +44,7 @@ def test_this_process() -> None:
 def test_addresses_of_this_host() -> None:
     assert is_here("127.0.0.1:1") and is_here("[::1]:1") and is_here("localhost:1")
     assert not is_here("192.0.2.1:80") and not is_here("etcd://127.0.0.1:1") and not is_here("one,two")
+    assert not any(map(is_here, ("a..b:1", f"{'x' * 64}:1", "no-such-host.invalid:1"))), "it has no address"
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -76,6 +76,12 @@ async def test_nothing_listens() -> None:
         assert await refused(f"https://127.0.0.1:{one.getsockname()[1]}") is Trouble.REFUSED
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+async def test_a_name_that_no_host_can_have(host: str) -> None:
+    assert await refused(f"http://{host}:80") is Trouble.REFUSED
+    assert await refused(f"https://{host}:443") is Trouble.REFUSED
+
+
 async def test_a_server_that_is_silent() -> None:
     server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
     async with server:

@@ -394,6 +394,24 @@ def test_no_process_listens() -> None:
         BlockingClient(f"127.0.0.1:{port}", [Echo]).call(Echo("x"), 0.05)
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, ".a"])
+async def test_a_name_that_no_host_can_have_is_an_unreachable_peer(host: str) -> None:
+    blocking = BlockingClient(f"{host}:80", [Echo], is_patient=False)
+    client = AsyncClient(f"{host}:80", [Echo], is_patient=False)
+    with pytest.raises(PeerLost, match="can't be reached: .*label.*; is it running"):
+        await asyncio.to_thread(blocking.call, Echo("x"), 60)
+    with pytest.raises(PeerLost, match="can't be reached: .*label.*; is it running"):
+        await client.call(Echo("x"), 60)
+    with pytest.raises(DeadlineExceeded, match="within .* s: .*label"):
+        await asyncio.to_thread(BlockingClient(f"{host}:80", [Echo]).call, Echo("x"), 0.05)
+    patient = AsyncClient(f"{host}:80", [Echo])
+    with pytest.raises(DeadlineExceeded, match="within .* s: .*label"):
+        await patient.call(Echo("x"), 0.2)
+    await patient.close()
+    with pytest.raises(InvalidArgument, match="one to listen on"):
+        await RpcServer({}).start(host, 0)
+
+
 @pytest.mark.parametrize("address", ["localhost", "host:", ":80", "host:http", "host:70000", "host:0"])
 def test_a_bad_address_is_named(address: str) -> None:
     with pytest.raises(InvalidArgument, match="host:port"):

@@ -126,6 +126,13 @@ def test_loopback_needs_nothing(host: str) -> None:
     check_address(host, Identity())
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, ".a", "no-such-host.invalid", "a\0b", "\ud800"], ids=repr)
+def test_a_name_without_an_address_is_left_to_the_listener(host: str) -> None:
+    """It fails with its own error."""
+    assert is_loopback(host)
+    check_address(host, Identity())
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "127.0.0.1,10.0.0.1", "fe80::1%eth0"])
 def test_the_rest_needs_a_credential(host: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"--tls-cert.*--cluster-key-file.*--insecure"):

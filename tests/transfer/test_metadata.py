@@ -14,7 +14,7 @@ import pytest
 from mooncake.errors import AccessDenied, DeadlineExceeded, InvalidArgument, PeerLost, ProtocolError
 from mooncake.http.server import HttpServer, listen
 from mooncake.transfer import metadata_server
-from mooncake.transfer.metadata import HttpBackend, RedisBackend
+from mooncake.transfer.metadata import HttpBackend, RedisBackend, make_backend
 from mooncake.transfer.metadata_server import MAX_VALUE_BYTES, MetadataEntries, make_app
 
 
@@ -86,6 +86,15 @@ def test_no_service_there() -> None:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(PeerLost, match="is it running"):
             HttpBackend(f"http://127.0.0.1:{unused.getsockname()[1]}/metadata").get("a")
+
+
+@pytest.mark.parametrize("scheme", ["http", "etcd", "redis"])
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_service_with_a_name_that_no_host_can_have(scheme: str, host: str) -> None:
+    backend = make_backend(f"{scheme}://{host}:1", timeout_s=5.0)
+    assert backend is not None
+    with pytest.raises(PeerLost, match="is it running"):
+        backend.get("key")
 
 
 def test_a_service_that_does_not_answer() -> None:

@@ -60,8 +60,9 @@ def test_what_cannot_be_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(nvmeof, "FABRICS", tmp_path / "nothing")
         with pytest.raises(Unavailable, match="modprobe nvme-tcp"):
             nvmeof.attach("tcp", "127.0.0.1", "nqn", port=port)
-    with pytest.raises(PeerLost, match="export"):
-        nvmeof.attach("tcp", "127.0.0.1", "nqn", port=port)
+    for address in ("127.0.0.1", "a..b", "x" * 64):
+        with pytest.raises(PeerLost, match="export"):
+            nvmeof.attach("tcp", address, "nqn", port=port)
 
 
 @pytest.fixture
