@@ -18,7 +18,6 @@ import errno
 import functools
 import itertools
 import math
-import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,6 +30,7 @@ from mooncake.file_limit import default_max_connections
 from mooncake.log import get_logger
 from mooncake.rpc import adaptive_spin
 from mooncake.rpc.adaptive_spin import AdaptiveSpin
+from mooncake.rpc.client import keep_alive
 from mooncake.rpc.limits import (
     CONNECTIONS,
     CROWDED_GREETING_S,
@@ -151,9 +151,7 @@ class Connection(asyncio.Protocol):
         raw = cast(asyncio.Transport, transport)
         self._transport = raw
         sock = raw.get_extra_info("socket")
-        if sock is not None:
-            # Without it a client whose machine has failed would stay connected.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(sock)
         name = raw.get_extra_info("peername")
         if name:
             self.peer = f"{name[0]}:{name[1]}"

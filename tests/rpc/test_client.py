@@ -579,13 +579,16 @@ async def test_a_host_that_fails_during_the_greeting_is_left(
     connection.close()
 
 
-async def test_clients_notice_a_host_that_has_failed(client: AsyncClient, service: Service) -> None:
+async def test_both_sides_notice_a_host_that_has_failed(client: AsyncClient, service: Service) -> None:
     """The kernel asks it, so that a connection without traffic ends after a minute."""
     blocking = BlockingClient(service.address, [Echo])
     assert await client.call(Echo("x"), 60) == await asyncio.to_thread(blocking.call, Echo("x"), 60)
     assert client._wire is not None and client._wire.transport is not None
     assert blocking._socket is not None and blocking._socket.plain is not None
-    for sock in (client._wire.transport.get_extra_info("socket"), blocking._socket.plain):
+    served = [one._transport for one in service.rpc.connections]
+    watched = [one.get_extra_info("socket") for one in (client._wire.transport, *served) if one is not None]
+    assert len(watched) == 3
+    for sock in (*watched, blocking._socket.plain):
         is_watched = sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert is_watched == (sock.family != socket.AF_UNIX)
         if is_watched:
