@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from mooncake.errors import InvalidArgument, StorageError
+from mooncake.files import file_state
 from mooncake.p2p.manifest import (
     MAX_CHUNKS,
     MAX_ITEMS,
@@ -138,7 +139,7 @@ class FolderContent:
             return True  # this process alone writes it
         try:
             with self._lock:
-                return _state(os.stat(self.root / self._items[item].name)) == self._states[item]
+                return file_state(os.stat(self.root / self._items[item].name)) == self._states[item]
         except OSError:
             return False
 
@@ -348,7 +349,7 @@ def file_states(root: Path, items: Sequence[ManifestItem]) -> list[tuple[int, ..
             _unreadable(error)
         if status.st_size != item.size_bytes:
             raise StorageError(f"{root / item.name} has changed; register the folder when it is complete")
-        states.append(_state(status))
+        states.append(file_state(status))
     return states
 
 
@@ -359,10 +360,6 @@ def _unreadable(error: OSError) -> NoReturn:
 
 def _path_of(fd: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{fd}"))
-
-
-def _state(found: os.stat_result) -> tuple[int, ...]:
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def make_manifest(
