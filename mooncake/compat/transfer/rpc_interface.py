@@ -289,10 +289,9 @@ class _RpcServerThread:
             self._in_callback.discard(threading.get_ident())
 
     def _run(self, host: str, port: int, started: concurrent.futures.Future[None]) -> None:
-        try:
-            self._loop.run_until_complete(self._serve(host, port, started))
-        finally:
-            self._loop.close()
+        # Its end cancels what still waits for a callback, such as for the one that stops this server.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(host, port, started))
 
     async def _serve(self, host: str, port: int, started: concurrent.futures.Future[None]) -> None:
         try:

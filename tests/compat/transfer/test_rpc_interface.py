@@ -180,7 +180,7 @@ def test_serving_until_stopped() -> None:
     server.stop_server()
 
 
-def test_a_callback_may_stop_its_server() -> None:
+def test_a_callback_may_stop_its_server(caplog: pytest.LogCaptureFixture) -> None:
     server, address = create_rpc_server(), free_address()
     ends: queue.Queue[BaseException | None] = queue.Queue()
 
@@ -193,8 +193,15 @@ def test_a_callback_may_stop_its_server() -> None:
 
     server.set_data_receive_callback(stop)
     assert server.initialize_server(address) and server.start_server_async()
-    create_rpc_client().send_data(address, b"stop")
+    serving = server._server
+    assert serving is not None
+    assert create_rpc_client().send_data(address, b"stop") == -1
     assert ends.get(timeout=60) is None
+    serving._pool.shutdown()
+    del serving
+    gc.collect()
+    left = [one for one in caplog.records if one.name in ("asyncio", "concurrent.futures")]
+    assert not left, "no task was left to wait for the callback"
     assert create_rpc_client().send_data(address, b"too late") == -1
     assert server.start_server_async(), "it can be started again"
     server.stop_server()
