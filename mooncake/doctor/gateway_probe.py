@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mooncake.doctor.engine_probe import reach_of_models
@@ -12,6 +13,9 @@ from mooncake.doctor.facts import GatewayFacts, InstanceFacts, Trouble
 from mooncake.doctor.http_probe import HttpProbe, HttpServerAt, Unanswered
 
 MAX_INSTANCES = 1024
+
+_CONDUCTOR = re.compile(r"(\S+:\d+) \(([^)]*)\)")
+"""Address and state of one conductor in a gateway's text."""
 
 
 async def read_gateway(http: HttpProbe, server: HttpServerAt, admin_api_key: str) -> GatewayFacts:
@@ -63,14 +67,21 @@ async def read_status(http: HttpProbe, server: HttpServerAt, admin_api_key: str,
         return
     facts.scheduling, facts.protocol = str(found.get("scheduling", "")), str(found.get("protocol", ""))
     facts.conductor = str(found.get("conductor", ""))
-    conductors = found.get("conductors")
-    links = conductors if isinstance(conductors, list) else []
-    facts.conductors = {
-        str(one.get("address", "")): bool(one.get("is_connected")) for one in links if isinstance(one, dict)
-    }
+    links = found.get("conductors")
+    facts.conductors = _conductors(links) if isinstance(links, list) else _described(facts.conductor)
     size = found.get("block_tokens")
     facts.block_tokens = size if isinstance(size, int) else None
     facts.instances = [_instance(row) for row in rows if isinstance(row, dict)][:MAX_INSTANCES]
+
+
+def _conductors(links: Sequence[Any]) -> dict[str, bool]:
+    rows = [one for one in links if isinstance(one, dict)]
+    return {str(row.get("address", "")): bool(row.get("is_connected")) for row in rows}
+
+
+def _described(conductor: str) -> dict[str, bool]:
+    """The conductors of a gateway of an earlier release, which shows them as text only."""
+    return {address: "can't be reached" not in state for address, state in _CONDUCTOR.findall(conductor)}
 
 
 def _instance(row: Mapping[str, Any]) -> InstanceFacts:

@@ -69,6 +69,31 @@ async def test_conductors_that_it_reaches() -> None:
     assert facts.conductors == {"h:1": True, "h:2": False}
 
 
+@pytest.mark.parametrize(
+    ("state", "conductors", "codes"),
+    [
+        ("inside this gateway", {}, []),
+        ("h:1 (connected)", {"h:1": True}, []),
+        ("h:1 (leads), h:2 (follows)", {"h:1": True, "h:2": True}, []),
+        ("[::1]:1 (leads), h:2 (can't be reached)", {"[::1]:1": True, "h:2": False}, ["conductor_lost"]),
+        (
+            "h:1 (can't be reached: workers are chosen without it)",
+            {"h:1": False},
+            ["conductor_unreachable"],
+        ),
+    ],
+)
+async def test_a_gateway_of_an_earlier_release(
+    state: str, conductors: dict[str, bool], codes: list[str]
+) -> None:
+    """It has neither a list of conductors nor knows which instances have answered."""
+    row = {name: value for name, value in ROW.items() if name != "has_answered"}
+    status = {**STATUS, **DETAILS, "conductor": state, "instances": [row]}
+    facts = await facts_of({"/v1/models": models("mooncake", "m"), "/status": status})
+    assert facts.conductors == conductors and not facts.absent
+    assert [one.code for one in examine(Facts([], facts), Expectations())] == codes
+
+
 async def test_another_router() -> None:
     facts = await facts_of({"/v1/models": models("vllm", "m"), "/status": {"status": "ok"}})
     assert facts.reach.is_fine and not facts.is_ours and facts.instances is None and not facts.status_refused
