@@ -774,12 +774,15 @@ class AdmissionController:
         now: float,
         num_output_tokens: int = 0,
     ) -> None:
-        """Record the end of a request; ``ttft_s`` and ``num_output_tokens`` 0: not measured."""
+        """Record the end of a request; ``ttft_s`` and ``num_output_tokens`` 0: not measured. A whole answer
+        whose times were not measured says nothing of its SLOs."""
         promise = self._admitted.pop(request_id, None)
         if promise is None:
             return
         self.decode_forecast.left(request_id, now)
         request, is_answered = promise.request, is_complete and ttft_s > 0
+        if is_complete and not is_answered:
+            return
         if promise.verdict.is_audited:
             self.audit.num_ended += 1
             in_time = not request.slo_ttft_s or ttft_s <= request.slo_ttft_s

@@ -701,7 +701,8 @@ class Conductor:
         if instance is None:
             return []
         event, accuracy, predicted = measured(event), self.predict.accuracy, placement.prediction
-        accuracy["ttft_s"].add(predicted.ttft_s, now - placement.placed_at)
+        if not event.is_assumed:
+            accuracy["ttft_s"].add(predicted.ttft_s, now - placement.placed_at)
         accuracy["queue_s"].add(predicted.queue_s, event.queued_s)
         accuracy["prefill_s"].add(predicted.prefill_s, event.computed_s)
         accuracy["fetch_s"].add(predicted.fetch_s, event.loaded_s)

@@ -72,6 +72,8 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     "Its answer has begun, so admission can't reject it now."
     stages: list[StageStats] = []
     "The stages of the prefill group that computed it; none for a single worker."
+    is_assumed: bool = False
+    "Its answer comes whole, so its first token is not seen: this is the instant for which it was predicted."
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -381,7 +383,8 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AdmissionStatus(msgspec.Struct, frozen=True):
-    """Counts of recent admissions and rejections, for ``/status``."""
+    """How requests are placed and admitted, and counts of recent rejections, for ``/status``. The settings are
+    the conductor's own, which a gateway's may differ from."""
 
     rule: str = ""
     rejected: dict[str, int] = {}
@@ -390,6 +393,13 @@ class AdmissionStatus(msgspec.Struct, frozen=True):
     "Requests that were rejected and served all the same, to check the rejection."
     audited_ended: int = 0
     audited_in_slo: int = 0
+    scheduling: str = ""
+    "How instances are chosen."
+    slo_ttft_s: float = 0.0
+    "Objectives of requests that name none; 0 for no limit."
+    slo_tbt_s: float = 0.0
+    audit_share: float = 0.0
+    turn_share: float = 0.0
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):

@@ -393,6 +393,7 @@ class ProxiedRequest(PlacedRequest):
         self.deadline = deadline
         self._began = self._last = clock.monotonic()
         self._ttft_s = 0.0
+        """0: unknown, as an answer that an engine sends whole shows no times of its tokens."""
         self._longest_gap_s = 0.0
         self._num_events = 0
         self._num_believed = 0
@@ -406,7 +407,7 @@ class ProxiedRequest(PlacedRequest):
 
     @property
     def timing(self) -> Timing:
-        return Timing(self._ttft_s, self._longest_gap_s, clock.monotonic() - self._began)
+        return Timing(self._ttft_s or None, self._longest_gap_s, clock.monotonic() - self._began)
 
     @property
     def usage_so_far(self) -> Usage:
@@ -450,7 +451,7 @@ class ProxiedRequest(PlacedRequest):
     def finish(self, is_complete: bool) -> None:
         """Report to the conductor that the engines are done with this request."""
         num_tokens = self.usage.completion_tokens or self._num_events
-        tbt_s = (self._last - self._began - self._ttft_s) / max(1, num_tokens - 1)
+        tbt_s = (self._last - self._began - self._ttft_s) / max(1, num_tokens - 1) if self._ttft_s else 0.0
         details = self.usage_so_far.prompt_tokens_details
         # An engine that does not count cached tokens had what it was believed to hold.
         self.num_cached_tokens = details.cached_tokens if details is not None else self._num_believed
@@ -525,12 +526,13 @@ class ProxiedRequest(PlacedRequest):
     async def _decode(
         self, decision: Decision, params: dict[str, Any], headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes, None]:
-        tracing.phase("first token", instance=decision.decode)
+        tracing.phase("first token" if self.is_stream else "answer", instance=decision.decode)
         body = decode_body(self._body, params)
         has_begun = False
         if not self.is_stream:
+            if not self._is_computed:
+                self._expect_first_token(decision)
             content = await self._workers.whole(decision.decode, self._path, body, headers)
-            self._computed()
             yield await self._read(decision, content)
             return
         if self.api.has_named_events:
@@ -642,11 +644,11 @@ class ProxiedRequest(PlacedRequest):
 
     def _note_time(self) -> None:
         now = clock.monotonic()
-        if not self._num_events:
+        if self.is_stream and not self._num_events:
             tracing.phase("stream")
             self._ttft_s = now - self._began
             ttft_seconds.observe(self._ttft_s, tracing.exemplar())
-        else:
+        elif self.is_stream:
             self._longest_gap_s = max(self._longest_gap_s, now - self._last)
             itl_seconds.observe(now - self._last, tracing.exemplar())
         self._num_events += 1

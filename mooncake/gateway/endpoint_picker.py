@@ -204,7 +204,8 @@ class EndpointPicker:
             prepared = await prepare(gateway, http, api, request, adapter)
             rows = await self._listed()
             allowed = _Allowed(head.subset, rows)
-            account = PickedRequest(gateway, prepared, permit, slo_of(http), client)
+            is_stream = bool(request.get("stream"))
+            account = PickedRequest(gateway, prepared, permit, slo_of(http), client, is_stream)
             decision = await account.place(allowed)
             endpoints = self._in_order(decision, allowed)
             account.expect(endpoints, rows)
@@ -340,11 +341,18 @@ class PickedRequest(PlacedRequest):
     """The account of one request at the conductor, from its placement to ``finish``."""
 
     def __init__(
-        self, gateway: Gateway, prepared: PreparedRequest, permit: Permit, slo: Slo, client: Client | None
+        self,
+        gateway: Gateway,
+        prepared: PreparedRequest,
+        permit: Permit,
+        slo: Slo,
+        client: Client | None,
+        is_stream: bool,
     ) -> None:
         super().__init__(gateway.scheduling, prepared.place)
         self._num_prompt_tokens = prepared.prompt.num_all_tokens
         self._permit, self._slo, self._client = permit, slo, client
+        self._is_stream = is_stream
         self._endpoints: list[str] = []
         self._instances: dict[str, InstanceId] = {}
         self._is_computed = False
@@ -367,15 +375,21 @@ class PickedRequest(PlacedRequest):
             # An instance that has joined since the list was made is not among the excluded ones.
             wrong = [one for one in chosen if allowed.endpoint_of(one) is None]
             if not wrong:
-                self.route = Route(answer.prefill, answer.decode, answer.degraded)
+                self._goes_to(answer)
                 return answer
             exclude += wrong
         message = "the conductor has chosen no endpoint that the proxy allows"
         raise ApiError(503, message, code="no_endpoint_in_subset", retry_after_s=1.0)
 
     async def _ask(self, exclude: Collection[InstanceId]) -> Decision | Refuse:
+        self._no_longer_expect_first_token()
         self._placed_ids[self.place_id] = None
         return await self._scheduling.place(msgspec.structs.replace(self._place_event, exclude=[*exclude]))
+
+    def _goes_to(self, decision: Decision) -> None:
+        self.route = Route(decision.prefill, decision.decode, decision.degraded)
+        if not self._is_stream:
+            self._expect_first_token(decision)
 
     async def served(self, status: int, endpoint: str) -> None:
         """Note the answer's status, and the endpoint that the proxy reports; empty if it reports none."""
@@ -406,13 +420,14 @@ class PickedRequest(PlacedRequest):
         stays = (instance, self.route.prefill)
         answer = await self._ask([one for one in self._instances.values() if one not in stays])
         if isinstance(answer, Decision):
-            self.route = Route(answer.prefill, answer.decode, answer.degraded)
+            self._goes_to(answer)
 
     def first_piece(self) -> None:
-        """The prompt is computed."""
+        """The prompt is computed; of an answer that comes whole, long before."""
         if not self._is_computed:
             self._is_computed = True
-            self._scheduling.post(Prefilled(self.place_id, has_begun=True))
+            if self._is_stream:
+                self._scheduling.post(Prefilled(self.place_id, has_begun=True))
 
     def finish(self, is_complete: bool, measured: Measured) -> None:
         """Report the end; repeated calls have no effect."""
@@ -428,10 +443,11 @@ class PickedRequest(PlacedRequest):
                 num_output = max(measured.output_tokens, measured.num_events)
                 self._client.charge(num_prompt + num_output, clock.monotonic())
             return
-        ttft_seconds.observe(measured.ttft_s)
+        if measured.ttft_s:
+            ttft_seconds.observe(measured.ttft_s)
         cached = PromptTokensDetails(measured.cached_tokens)
         usage = Usage(num_prompt, measured.output_tokens, num_prompt + measured.output_tokens, cached)
-        timing = Timing(measured.ttft_s, measured.longest_gap_s, measured.e2e_s)
+        timing = Timing(measured.ttft_s or None, measured.longest_gap_s, measured.e2e_s)
         record_answer(place_id, self.route, usage, timing, self._slo, self._client)
 
 

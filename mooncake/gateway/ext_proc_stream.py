@@ -200,11 +200,12 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class FirstPiece(msgspec.Struct, frozen=True):
-    """The prompt is computed."""
+    """The answer has begun to arrive, so its prompt is computed."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Counts and times of an answer, 0 where unknown. Times are counted from the pick."""
+    """Counts and times of an answer, 0 where unknown. Times are counted from the pick; those of single tokens
+    are seen only in a stream."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -473,8 +474,9 @@ class AnswerMeter:
     def measured(self, now: float) -> Measured:
         counts = {name: [*pattern.finditer(self._tail)][-1:] for name, pattern in self._NAMES}
         found = {name: int(matches[0][1]) for name, matches in counts.items() if matches}
-        if self.is_stream:
-            found.setdefault("output_tokens", self._num_events)
+        if not self.is_stream:
+            return Measured(**found, e2e_s=now - self._began)
+        found.setdefault("output_tokens", self._num_events)
         ttft_s = 0.0 if self._first_at is None else self._first_at - self._began
         tbt_s = (self._last - self._began - ttft_s) / max(1, found.get("output_tokens", 0) - 1)
         return Measured(
@@ -483,7 +485,7 @@ class AnswerMeter:
             longest_gap_s=self._longest_gap_s,
             tbt_s=max(0.0, tbt_s),
             e2e_s=now - self._began,
-            num_events=self._num_events if self.is_stream else 0,
+            num_events=self._num_events,
         )
 
 

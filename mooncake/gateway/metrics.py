@@ -24,7 +24,8 @@ _tokens = Counter(
 )
 _slo_outcomes = Counter(
     "mooncake_gateway_slo",
-    "Answers with an SLO in their headers, by which (ttft, tbt) and whether it was met.",
+    "Answers with an SLO in their headers, by which (ttft, tbt) and whether it was met; none that an engine "
+    "sent whole, as the times of its tokens are unknown.",
     ["slo", "met"],
     registry=metrics.registry,
 )
@@ -42,7 +43,8 @@ class Slo:
 class Timing:
     """Latencies of an answer."""
 
-    ttft_s: float
+    ttft_s: float | None
+    """None: unknown, as are the times between its tokens, because it came whole."""
     longest_gap_s: float
     e2e_s: float
 
@@ -72,9 +74,11 @@ def record_answer(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=cached,
         output_tokens=usage.completion_tokens,
-        ttft_ms=round(timing.ttft_s * 1000, 1),
+        ttft_ms=None if timing.ttft_s is None else round(timing.ttft_s * 1000, 1),
         e2e_ms=round(timing.e2e_s * 1000, 1),
     )
+    if timing.ttft_s is None:
+        return
     for name, wanted_ms, was_s in (
         ("ttft", slo.ttft_ms, timing.ttft_s),
         ("tbt", slo.tbt_ms, timing.longest_gap_s),
@@ -89,8 +93,9 @@ def _note(route: Route, usage: Usage, timing: Timing, num_cached_tokens: int) ->
         gen_ai__usage__input_tokens=usage.prompt_tokens,
         gen_ai__usage__output_tokens=usage.completion_tokens,
         gen_ai__usage__cache_read__input_tokens=num_cached_tokens,
-        gen_ai__latency__time_to_first_token=timing.ttft_s,
         gen_ai__latency__e2e=timing.e2e_s,
         prefill=route.prefill or "",
         decode=route.decode,
     )
+    if timing.ttft_s is not None:
+        tracing.note(gen_ai__latency__time_to_first_token=timing.ttft_s)

@@ -170,6 +170,7 @@ class PlacedRequest:
         self._request_id = place.request_id
         self._place_event = place
         self._placed_ids: dict[str, None] = {}
+        self._first_token_timer: asyncio.TimerHandle | None = None
         self.arrived_at = clock.monotonic()
         self.num_cached_tokens = 0
         """Prompt tokens whose KV the prefill instance found in its memory or the pool."""
@@ -187,6 +188,7 @@ class PlacedRequest:
 
         ``output``: the answer's tokens, where they are known.
         """
+        self._no_longer_expect_first_token()
         for place_id in self._placed_ids:
             is_own = place_id == self._request_id
             self._scheduling.post(finished if is_own else Finished(place_id))
@@ -200,6 +202,20 @@ class PlacedRequest:
         if finished.request_id in self._placed_ids:
             del self._placed_ids[finished.request_id]
             self._scheduling.post(finished)
+
+    def _expect_first_token(self, decision: Decision) -> None:
+        """Have the prompt count as computed at the instant that was predicted for its first token, up to the
+        next placement: nothing shows when an answer that comes whole has begun."""
+        if decision.prediction is not None:
+            computed = Prefilled(self._request_id, has_begun=True, is_assumed=True)
+            self._first_token_timer = asyncio.get_running_loop().call_later(
+                decision.prediction.ttft_s, self._scheduling.post, computed
+            )
+
+    def _no_longer_expect_first_token(self) -> None:
+        if self._first_token_timer is not None:
+            self._first_token_timer.cancel()
+            self._first_token_timer = None
 
     @property
     def place_event(self) -> Place:
@@ -223,6 +239,7 @@ class PlacedRequest:
         began = attempts.busy_since if attempts.busy is not None else clock.monotonic()
         give_up_at = began + timeout_s
         tracing.phase("place")
+        self._no_longer_expect_first_token()
         while True:
             self._placed_ids[place_id] = None
             with tracing.call("place request") as names:

@@ -203,6 +203,16 @@ def test_audit_admits_a_share_and_counts_its_outcomes() -> None:
         admission.prefilled(str(number), POOLS, ttft_s)
         admission.finished(str(number), ttft_s, 0.03, True, ttft_s + 1)
     assert (admission.audit.num_ended, admission.audit.num_in_slo) == (2, 1)
+
+
+def test_an_audited_answer_whose_times_are_unknown_is_no_outcome() -> None:
+    admission = AdmissionController("early", audit_share=1.0)
+    for name in ("whole", "failed"):
+        assert admission.decide(applicant(name, ttft_s=30.0, slo_ttft_s=10.0), POOLS, 0.0).is_audited
+    admission.finished("whole", 0.0, 0.0, True, 40.0, 100)
+    assert admission.audit.num_ended == 0
+    admission.finished("failed", 0.0, 0.0, False, 40.0)
+    assert (admission.audit.num_ended, admission.audit.num_in_slo) == (1, 0)
     admission.check()
 
 

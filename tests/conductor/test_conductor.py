@@ -859,6 +859,18 @@ def test_what_can_t_be_a_measurement_is_none(conductor: Conductor, number: float
     assert (found.queue_s, found.prefill_s, found.ttft_s, found.tbt_s, found.output_tokens) == (0,) * 5
 
 
+def test_a_first_token_that_was_not_seen_moves_the_prompt_and_teaches_nothing(conductor: Conductor) -> None:
+    add(conductor, "d1")
+    decided(conductor, now=1.0)
+    conductor.handle(Prefilled("r", has_begun=True, is_assumed=True), 1.5)
+    [row] = conductor.status()
+    assert (row.num_requests, row.queued_tokens) == (1, 0)
+    assert conductor.lifecycle.admission.decode_forecast.decoding.num_requests == 1
+    conductor.handle(Finished("r", 5, is_complete=True), 9.0)
+    assert not conductor.predict.accuracy["ttft_s"].num_seen
+    assert explained(conductor, "r").actual.ttft_s == 0.0
+
+
 def test_measured_chunks_and_steps_without_sense_are_ignored(conductor: Conductor) -> None:
     add(conductor, "p1")
     for first, num_tokens in ((-1, 5), (0, 0), (0, -5), (0, 2**63), (2**63, 5)):

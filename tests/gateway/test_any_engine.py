@@ -13,9 +13,10 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from mooncake.conductor.client import RemoteConductor
-from mooncake.conductor.messages import Failed, Finished, Prefilled, StepMeasured
+from mooncake.conductor.messages import Decision, Failed, Finished, Prefilled, StepMeasured
 from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway import any_engine
@@ -104,7 +105,7 @@ async def test_the_engine_that_computes_a_prompt_reports_its_end(monkeypatch: py
         assert streamed.text() == answer_text(IDS, 5)
         assert not [event for event in events if isinstance(event, Prefilled)], "decode did not compute it"
         hold.set()
-        await front.complete(PROMPT, 5, n=2)  # no transfer carries it
+        await front.stream(PROMPT, 5, n=2)  # no transfer carries it
         assert len([event for event in events if isinstance(event, Prefilled)]) == 1
 
 
@@ -494,6 +495,49 @@ async def test_a_proxied_answer_is_counted_with_its_time_to_the_first_token() ->
         after = count("vllm:time_to_first_token_seconds"), count("vllm:inter_token_latency_seconds")
         assert after[0] - before[0] == 1, "one first token, however many follow"
         assert after[1] - before[1] == len(streamed.events) - 1
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+async def test_the_prompt_of_a_whole_answer_counts_as_computed_when_that_was_predicted(
+    monkeypatch: pytest.MonkeyPatch, is_due: bool
+) -> None:
+    def num_ttfts() -> float:
+        return registry.get_sample_value("vllm:time_to_first_token_seconds_count") or 0.0
+
+    async with fronting(0, 1) as front:
+        [engine] = front.decode
+        stall = engine.stall = asyncio.Event()
+        scheduling, events = front.gateway.scheduling, list[Any]()
+        assert isinstance(scheduling, ConductorService)
+        place, post = scheduling.place, scheduling.post
+
+        async def placed(request: Any) -> Any:
+            decision = await place(request)
+            assert isinstance(decision, Decision) and decision.prediction is not None
+            prediction = replace(decision.prediction, ttft_s=0.0 if is_due else 1e6)
+            return replace(decision, prediction=prediction)
+
+        def noted(event: Any) -> None:
+            events.append(event)
+            post(event)
+
+        monkeypatch.setattr(scheduling, "place", placed)
+        monkeypatch.setattr(scheduling, "post", noted)
+        before = num_ttfts()
+        pending = asyncio.ensure_future(front.complete(PROMPT, 5))
+        await until(lambda: engine.calls)
+        await until(lambda: bool(events) is is_due)
+        [row] = await scheduling.status()
+        assert row.num_requests == 1 and (row.queued_tokens == 0) is is_due
+        stall.set()
+        answer = await pending
+        assert answer["choices"][0]["text"] == answer_text(IDS, 5)
+        await until_free(front)
+        assert [one.is_assumed for one in events if isinstance(one, Prefilled)] == [True] * is_due
+        [finished] = [one for one in events if isinstance(one, Finished)]
+        assert (finished.num_output_tokens, finished.ttft_s, finished.tbt_s) == (5, 0.0, 0.0)
+        assert finished.is_complete and num_ttfts() == before
+        assert not scheduling.core.predict.accuracy["ttft_s"].num_seen
 
 
 async def test_an_answer_without_prefill_counts_its_own_engine_s_cached_tokens() -> None:

@@ -25,6 +25,7 @@ from mooncake.gateway.app import create_operator_app
 from mooncake.gateway.endpoint_picker import normalized, why_none
 from mooncake.gateway.ext_proc_messages import HealthCheckRequest, HealthCheckResponse
 from mooncake.http.server import HttpServer, listen
+from mooncake.metrics import registry
 from mooncake.types import WorkerRole
 from tests.gateway.engines import BLOCK, Front, fronting
 from tests.gateway.envoy import Proxy, proxied
@@ -293,6 +294,36 @@ async def test_an_instance_that_joined_since_the_list_was_made_is_not_picked_out
             assert picked.endpoints == [known]
             await exchange.end()
         monkeypatch.setattr(proxy.gateway.scheduling, "status", status)
+
+
+async def test_the_prompt_of_a_whole_answer_counts_as_computed_when_that_was_predicted() -> None:
+    def num_ttfts() -> float:
+        return registry.get_sample_value("vllm:time_to_first_token_seconds_count") or 0.0
+
+    async with proxied(1) as proxy:
+        before = num_ttfts()
+        exchange = proxy.exchange()
+        await exchange.completed({"prompt": "w1 w2 w3", "max_tokens": 3})
+
+        async def is_decoding() -> bool:
+            [row] = (await proxy.rows()).values()
+            return row.num_requests == 1 and row.queued_tokens == 0
+
+        await until(is_decoding, "the predicted first token")
+        scheduling = proxy.gateway.scheduling
+        assert isinstance(scheduling, ConductorService)
+        [name] = scheduling.core.placements
+        await exchange.response_headers()
+        await exchange.receive()
+        await exchange.response_body(b'{"usage": {"completion_tokens": 3}}')
+        await exchange.receive()
+        await exchange.end()
+        await proxy.until_idle()
+        explained = await scheduling.explain(name)
+        assert explained is not None and explained.state == "finished"
+        actual = explained.actual
+        assert (actual.output_tokens, actual.ttft_s, actual.tbt_s) == (3, 0.0, 0.0)
+        assert num_ttfts() == before and not scheduling.core.predict.accuracy["ttft_s"].num_seen
 
 
 @pytest.mark.parametrize("served", ["10.9.9.9:1", "nonsense"])

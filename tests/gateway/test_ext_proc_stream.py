@@ -359,6 +359,13 @@ def test_events_are_counted_wherever_they_are_cut(pieces: list[bytes]) -> None:
     assert meter.measured(1.0).output_tokens == (b"\n" + whole).count(b"\ndata:")
 
 
+def test_an_answer_that_comes_whole_shows_no_times_of_its_tokens() -> None:
+    meter = AnswerMeter(10.0)
+    meter.add(b'{"choices": [], "usage": {"prompt_tokens": 7, ', 40.0)
+    meter.add(b'"completion_tokens": 3}}', 41.0)
+    assert meter.measured(42.0) == Measured(7, 0, 3, e2e_s=32.0)
+
+
 def test_the_last_usage_counts_and_memory_is_bounded() -> None:
     meter = AnswerMeter(0.0)
     meter.add(b'"usage":{"input_tokens":1,"output_tokens":2}', 1.0)

@@ -62,3 +62,12 @@ def test_only_requested_slos_are_counted(slo: Slo, counted: dict[str, int]) -> N
     assert {
         name: after - before[name] for name, after in outcomes().items() if after != before[name]
     } == counted
+
+
+def test_an_answer_that_came_whole_meets_and_misses_no_slo(caplog: pytest.LogCaptureFixture) -> None:
+    before = outcomes()
+    slo = Slo(ttft_ms=1000.0, tbt_ms=1000.0)
+    with caplog.at_level(logging.INFO, "mooncake.gateway.metrics"):
+        record_answer("cmpl-4", Route(None, "d:1"), Usage.of(1, 1, 0), Timing(None, 0.0, 30.0), slo)
+    assert outcomes() == before
+    assert "request_completed" in caplog.text and "e2e_ms=30000.0" in caplog.text

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from mooncake import clock
-from mooncake.conductor.messages import Place, Refuse
+from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
 from mooncake.errors import Refusal
 from mooncake.gateway import retries
 from mooncake.gateway.retries import AnswerConcurrency, Attempts, PlacedRequest
@@ -107,3 +107,31 @@ async def test_a_request_with_an_impossible_number_is_not_tried_again() -> None:
         await request._place("r", attempts, True, 1e9)
     assert (caught.value.status, caught.value.detail.code) == (400, "invalid_argument")
     assert caught.value.retry_after_s is None
+
+
+async def test_a_first_token_that_is_not_seen_is_expected_of_the_latest_placement_only() -> None:
+    posted: list[Prefilled | Finished] = []
+
+    class Conductor:
+        async def place(self, event: Place) -> Decision:
+            return Decision("r", None, "d:1", "", prediction=Prediction(ttft_s=0.0))
+
+        def post(self, event: Prefilled | Finished) -> None:
+            posted.append(event)
+
+    async def turns() -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    request = PlacedRequest(Conductor(), Place("r", 1))  # type: ignore[arg-type]
+    decision = await request._place("r", Attempts(), True, 0.0)
+    request._expect_first_token(decision)
+    await request._place("r", Attempts(), True, 0.0)
+    await turns()
+    assert not posted
+    request._expect_first_token(decision)
+    await until(lambda: posted == [Prefilled("r", has_begun=True, is_assumed=True)])
+    request._expect_first_token(decision)
+    request.end(Finished("r"))
+    await turns()
+    assert posted[1:] == [Finished("r")]
