@@ -383,8 +383,10 @@ class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AdmissionStatus(msgspec.Struct, frozen=True):
-    """How requests are placed and admitted, and counts of recent rejections, for ``/status``. The settings are
-    the conductor's own, which a gateway's may differ from."""
+    """How requests are placed and admitted, and counts of recent rejections, for ``/status``.
+
+    The settings are the conductor's own; those of a gateway before it may be others.
+    """
 
     rule: str = ""
     rejected: dict[str, int] = {}

@@ -246,9 +246,18 @@ class RequestLifecycle:
         return self.explainer.explain(request_id, index, identity_of, now)
 
     def status(self) -> AdmissionStatus:
-        audit, rejected = self.admission.audit, dict(self.admission.num_rejected)
+        audit, rejected, settings = self.admission.audit, dict(self.admission.num_rejected), self._settings
         return AdmissionStatus(
-            self.admission.rule, rejected, audit.num_admitted, audit.num_ended, audit.num_in_slo
+            self.admission.rule,
+            rejected,
+            audit.num_admitted,
+            audit.num_ended,
+            audit.num_in_slo,
+            settings.scheduling,
+            settings.slo_ttft_s,
+            settings.slo_tbt_s,
+            settings.audit_share,
+            settings.turn_share,
         )
 
     def check(self) -> None:

@@ -24,8 +24,8 @@ from msgspec import Meta
 from prometheus_client import Counter
 
 from mooncake import clock, metrics
-from mooncake.conductor.messages import InstanceStatus
-from mooncake.conductor.settings import Scheduling
+from mooncake.conductor.messages import AdmissionStatus, InstanceStatus
+from mooncake.conductor.settings import Scheduling, SchedulingSettings
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
 from mooncake.gateway.request_parsing import read_body
@@ -61,7 +61,7 @@ class WhatIfBody(msgspec.Struct, forbid_unknown_fields=True):
     minutes: Annotated[float, Meta(gt=0, le=1440)] = 10.0
     "Requests that arrived within this time count; those before only fill the caches."
     slo_ttft_s: Annotated[float, Meta(ge=0)] | None = None
-    "Objectives of the goodput; without them, those of the settings."
+    "Objectives of the goodput; without them, those of the conductor."
     slo_tbt_s: Annotated[float, Meta(ge=0)] | None = None
 
 
@@ -199,20 +199,37 @@ async def _question(gateway: Gateway, body: WhatIfBody) -> WhatIfQuestion:
     now = clock.monotonic()
     recent = sorted(recorder.recent(0.0), key=lambda row: row.arrived_at)[-MAX_ROWS:]
     first = recent[0].arrived_at if recent else now
-    slo_ttft_s = settings.slo_ttft_s if body.slo_ttft_s is None else body.slo_ttft_s
-    slo_tbt_s = settings.slo_tbt_s if body.slo_tbt_s is None else body.slo_tbt_s
+    scheduling, notes = _scheduling_of(await gateway.scheduling.admission(), settings)
     num_prefill, num_decode = _counts(status)
     return WhatIfQuestion(
         rows_of(recent),
         recorder.block_tokens,
         num_prefill,
         num_decode,
-        settings.scheduling,
+        scheduling,
         _checked(body.change),
         max(0.0, now - body.minutes * 60 - first) * 1e3,
-        slo_ttft_s,
-        slo_tbt_s,
+        scheduling.slo_ttft_s if body.slo_ttft_s is None else body.slo_ttft_s,
+        scheduling.slo_tbt_s if body.slo_tbt_s is None else body.slo_tbt_s,
+        notes,
     )
+
+
+def _scheduling_of(stated: AdmissionStatus, own: SchedulingSettings) -> tuple[SchedulingSettings, list[str]]:
+    """The settings that the conductor states, and what is assumed where it states none."""
+    names = ("scheduling", "slo_ttft_s", "slo_tbt_s", "audit_share", "turn_share")
+    fields = {name: getattr(stated, name) for name in names}
+    try:
+        return msgspec.convert({**fields, "admission": stated.rule}, SchedulingSettings), []
+    except msgspec.ValidationError:  # it is of another version, or was not reached yet
+        note = (
+            f"the conductor does not state its settings: the policy {own.scheduling!r}, and admission of all "
+            "requests, are assumed"
+        )
+        assumed = SchedulingSettings(
+            scheduling=own.scheduling, admission="none", slo_ttft_s=own.slo_ttft_s, slo_tbt_s=own.slo_tbt_s
+        )
+        return assumed, [note]
 
 
 def _checked(change: Change) -> Change:

@@ -236,12 +236,13 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
     elif not all(ready.values()):
         missing = WorkerRole.DECODE if ready[WorkerRole.PREFILL] else WorkerRole.PREFILL
         degraded = f"no {missing} instance is ready"
+    admission = await gateway.scheduling.admission()
     found: dict[str, Any] = {
         "model": gateway.settings.model_name,
         "max_model_len": gateway.max_model_len,
-        "scheduling": gateway.settings.scheduling,
+        "scheduling": admission.scheduling or gateway.settings.scheduling,
         "block_tokens": gateway.settings.block_tokens,
-        "admission": await gateway.scheduling.admission(),
+        "admission": admission,
         "scaling": await gateway.scheduling.scaling(),
         "protocol": gateway.protocol if gateway.seems_to_front_engines else "workers",
         "conductor": gateway.conductor_state,

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from mooncake.conductor.messages import AdmissionStatus
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.console import what_if
-from mooncake.console.what_if import BesideSimulation, add_what_if
+from mooncake.console.what_if import BesideSimulation, WhatIfBody, add_what_if
 from mooncake.gateway.app import create_operator_app
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.tokenizer import Tokenizer
@@ -137,9 +139,34 @@ async def test_a_simulation_that_fails_is_an_error_of_its_own(
         assert (status, found["error"]["code"]) == (503, "what_if_failed")
 
 
+async def test_a_question_has_the_settings_that_the_conductor_states(tokenizer: Tokenizer) -> None:
+    """A conductor of its own may place and admit by other rules than the gateway's settings say."""
+    own = {"scheduling": "cache_aware", "admission": "early", "slo_ttft_s": 5.0}
+    async with asked(tokenizer, 1, **own) as cluster:
+        gateway = cluster.stack.gateway
+        inside = await what_if._question(gateway, WhatIfBody(Change()))
+        stated = AdmissionStatus("predicted", scheduling="load", slo_ttft_s=2.0, turn_share=0.1)
+
+        async def admission() -> AdmissionStatus:
+            return stated
+
+        gateway.scheduling.admission = admission  # type: ignore[method-assign]
+        outside = await what_if._question(gateway, WhatIfBody(Change(), slo_ttft_s=1.0))
+        stated = AdmissionStatus("rule of another version", scheduling="load")
+        unknown = await what_if._question(gateway, WhatIfBody(Change()))
+    found = inside.settings
+    assert (found.scheduling, found.admission, found.slo_ttft_s) == ("cache_aware", "early", 5.0)
+    assert inside.slo_ttft_s == 5.0 and not inside.notes
+    found = outside.settings
+    assert (found.scheduling, found.admission, found.slo_ttft_s) == ("load", "predicted", 2.0)
+    assert outside.slo_ttft_s == 1.0 and not outside.notes
+    assert (unknown.settings.scheduling, unknown.settings.admission) == ("cache_aware", "none")
+    assert "does not state its settings" in unknown.notes[0]
+
+
 async def test_the_ids_of_a_question_are_within_its_form(tokenizer: Tokenizer) -> None:
     async with asked(tokenizer, 2) as cluster:
         rows = what_if.rows_of(cluster.stack.gateway.recorder.recent(0.0))
-    question = WhatIfQuestion(rows, 4, 1, 1, "overlap", Change())
+    question = WhatIfQuestion(rows, 4, 1, 1, SchedulingSettings(), Change())
     encoded = msgspec.msgpack.encode(question)
     assert msgspec.msgpack.decode(encoded, type=WhatIfQuestion) == question

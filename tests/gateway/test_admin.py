@@ -393,6 +393,11 @@ async def test_an_audited_request_is_served_and_marked(tokenizer: Tokenizer) -> 
             "audited": 1,
             "audited_ended": 1,
             "audited_in_slo": 1,
+            "scheduling": "round_robin",
+            "slo_ttft_s": 0.0,
+            "slo_tbt_s": 0.0,
+            "audit_share": 1.0,
+            "turn_share": 0.05,
         }
 
 

@@ -8,9 +8,10 @@ batch sizes that the requests' times imply, the size of the cache to the measure
 between the first two runs is the error of that model, and is part of the answer; the effect is the relation
 of the last two, which share that error, applied to what was measured.
 
-Requests arrive when they did. That agents would go on earlier after a faster answer is not modelled. Requests
-that were rejected are in neither simulation, nor are the rules that rejected them: how long their answers
-would have been, and which of them a change would admit, was not measured.
+Requests arrive when they did. That agents would go on earlier after a faster answer is not modelled. The
+conductor's policy, its rule of admission and its objectives are those of the live one. Requests that it
+rejected are in neither simulation: how long their answers would have been, and which of them a change would
+admit, was not measured.
 
 Colocated instances have one memory for the cache and for what is in progress. It has room for the most that
 was in progress at once: that much was there.
@@ -20,19 +21,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from mooncake.conductor.settings import Scheduling, SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.recorded_requests import RecordedRequest
 from mooncake.sim.serving import simulate
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
-from mooncake.sim.serving.results import Quantiles, RunResults
+from mooncake.sim.serving.results import REJECTED, REJECTED_AFTER_PREFILL, Quantiles, RunResults
 from mooncake.sim.traces.reuse import INTERVAL, reuse_of
 from mooncake.sim.traces.trace import TraceRow
 
@@ -84,12 +86,16 @@ class WhatIfQuestion(msgspec.Struct, frozen=True):
     num_prefill: Annotated[int, Meta(ge=0)]
     "0: every instance computes prompts and decodes."
     num_decode: Annotated[int, Meta(ge=1)]
-    policy: str
+    settings: SchedulingSettings
+    "The conductor's: how it places requests, and which ones it admits."
     change: Change
     since_ms: float = 0.0
     "Requests that arrived earlier only fill the caches."
     slo_ttft_s: float = 0.0
+    "Objectives of the goodput; the conductor's own are in its settings."
     slo_tbt_s: float = 0.0
+    notes: list[str] = []
+    "What was assumed about the cluster."
 
 
 class LoadFigures(msgspec.Struct, frozen=True):
@@ -144,6 +150,7 @@ class _Columns:
     cached: _Floats
     num_input: _Floats
     is_good: _Floats
+    is_rejected: NDArray[np.bool_]
 
     def figures(self, chosen: Any, span_s: float) -> LoadFigures:
         done = ~np.isnan(self.ttft_s[chosen])
@@ -178,7 +185,7 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     Raises:
         InvalidArgument: there are too few requests, too little was measured, or the change is impossible.
     """
-    notes: list[str] = []
+    notes = list(question.notes)
     arrivals_ms = [row.timestamp for row in question.rows if row.timestamp >= question.since_ms]
     question = _without_rejected(question, notes)
     rows = question.rows
@@ -200,8 +207,16 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     spec = fitting.spec(changed_tokens, change.prefill, change.decode, change.load)
     if not question.num_prefill and change.load * question.num_decode > spec.num_prefill:
         notes.append("that memory suffices for more requests in progress is assumed: it was not measured")
-    policy = change.policy or question.policy
-    later = fitting.run(spec, policy, change.load)
+    settings = question.settings
+    if change.policy:
+        settings = dataclasses.replace(settings, scheduling=cast(Scheduling, change.policy))
+    later = fitting.run(spec, settings, change.load)
+    num_now, num_later = (int(run.is_rejected[is_asked].sum()) for run in (now, later))
+    if num_now or num_later:
+        notes.append(
+            f"admission by {settings.admission!r} rejects {num_now:,} of the {num_asked:,} requests in the "
+            f"simulation of the cluster as it is, and {num_later:,} after the change"
+        )
     # More load: the same requests in less time.
     spans = (span_s, span_s, span_s / change.load)
     figures = [one.figures(is_asked, s) for one, s in zip((measured, now, later), spans, strict=True)]
@@ -318,17 +333,18 @@ class _Model:
             store_tokens=max(least, size_tokens),
         )
 
-    def run(self, spec: ClusterSpec, policy: str, load: float = 1.0) -> _Columns:
-        question = self._question
+    def run(self, spec: ClusterSpec, settings: SchedulingSettings, load: float = 1.0) -> _Columns:
         outcome = simulate(
             self._trace,
             spec,
-            policy,
+            settings.scheduling,
+            settings.admission,
             speedup=load,
-            slo_ttft_s=question.slo_ttft_s,
-            slo_tbt_s=question.slo_tbt_s,
+            slo_ttft_s=settings.slo_ttft_s,
+            slo_tbt_s=settings.slo_tbt_s,
+            settings=settings,
         )
-        return _simulated(outcome)
+        return _simulated(outcome, self._question)
 
     def fitted(self) -> tuple[_Columns, int]:
         """The cluster as it is, with the cache whose hit rate is the measured one; and the cache's size."""
@@ -341,7 +357,7 @@ class _Model:
         low, high = size_tokens // 4, min(endless, 16 * size_tokens)
         found: tuple[float, int, _Columns] | None = None
         for _ in range(MOST_FITS):
-            run = self.run(self.spec(size_tokens), question.policy)
+            run = self.run(self.spec(size_tokens), question.settings)
             error = run.figures(self._is_asked, 1.0).hit_rate - self._hit_rate
             if found is None or abs(error) < abs(found[0]):
                 found = (error, size_tokens, run)
@@ -354,7 +370,7 @@ class _Model:
             late_s = self._measured_ttft_s - found[2].ttft_s
             first_token_s = max(0.0, float(np.nanquantile(late_s, _LEAST_WAITING)))
             self._costs = msgspec.structs.replace(self._costs, first_token_s=first_token_s)
-            found = (found[0], found[1], self.run(self.spec(found[1]), question.policy))
+            found = (found[0], found[1], self.run(self.spec(found[1]), question.settings))
         if found[1] >= reuse.unique_tokens:
             self._notes.append("nothing that these requests use was evicted: more memory changes nothing")
         return found[2], found[1]
@@ -556,6 +572,7 @@ def _measured(question: WhatIfQuestion) -> _Columns:
         np.array([float(row.cached_tokens) for row in rows]),
         np.array([float(row.input_length) for row in rows]),
         _good(question, ttft_s, longest_s, done),
+        np.zeros(len(rows), dtype=bool),  # rejected ones are left out
     )
 
 
@@ -568,7 +585,7 @@ def _good(question: WhatIfQuestion, ttft_s: _Floats, tbt_s: _Floats, done: NDArr
     return good.astype(np.float64)
 
 
-def _simulated(outcome: RunResults) -> _Columns:
+def _simulated(outcome: RunResults, question: WhatIfQuestion) -> _Columns:
     done = outcome.is_done
 
     def column(values: Any) -> _Floats:
@@ -580,7 +597,8 @@ def _simulated(outcome: RunResults) -> _Columns:
         column(outcome.e2e_s),
         outcome.cached_tokens.astype(np.float64),
         outcome.num_input.astype(np.float64),
-        outcome.is_good().astype(np.float64),
+        outcome.is_good(question.slo_ttft_s, question.slo_tbt_s).astype(np.float64),
+        np.isin(outcome.status, (REJECTED, REJECTED_AFTER_PREFILL)),
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
 
 from mooncake.conductor.prediction import DecodeModel, PrefillModel
+from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.recorded_requests import RecordedRequest
 from mooncake.sim.serving import simulate
@@ -92,8 +94,11 @@ ROWS = load(400)
 RECORDED = recording_of(ROWS, SPEC)
 
 
-def ask(change: Change, rows: list[RecordedRequest] = RECORDED, **fields: float) -> WhatIfAnswer:
-    question = WhatIfQuestion(rows, BLOCK, 1, 1, "cache_aware", change)
+SETTINGS = SchedulingSettings(scheduling="cache_aware", admission="none")
+
+
+def ask(change: Change, rows: list[RecordedRequest] = RECORDED, **fields: Any) -> WhatIfAnswer:
+    question = WhatIfQuestion(rows, BLOCK, 1, 1, SETTINGS, change)
     return answer_what_if(msgspec.structs.replace(question, **fields))
 
 
@@ -243,6 +248,23 @@ def test_rejected_requests_are_left_out_of_both_simulations() -> None:
     found, without = ask(Change(decode=1), among), ask(Change(decode=1))
     assert any("rejected are left out" in note for note in found.notes) and not without.notes
     assert msgspec.structs.replace(found, notes=[]) == msgspec.structs.replace(without, notes=[])
+
+
+def test_admission_is_the_live_conductor_s() -> None:
+    """With three times the load, most prompts would wait: the live rule would not admit them."""
+    live = dataclasses.replace(SETTINGS, admission="predicted", slo_ttft_s=2.0, audit_share=0.0)
+    found, without = ask(Change(load=3.0), settings=live), ask(Change(load=3.0))
+    assert found.changed.num_done < 0.9 * without.changed.num_done == 0.9 * len(ROWS)
+    assert found.changed.ttft_s.p90 < 0.5 * without.changed.ttft_s.p90
+    (note,) = [one for one in found.notes if "admission by 'predicted' rejects" in one]
+    assert f"{len(ROWS) - found.changed.num_done} after the change" in note
+    assert not any("admission" in one for one in without.notes)
+
+
+def test_objectives_of_the_goodput_are_not_those_of_admission() -> None:
+    strict = ask(Change(), slo_ttft_s=0.001)
+    assert strict.baseline.num_done == len(ROWS), "nothing is rejected for the objectives of the question"
+    assert strict.baseline.goodput_per_s == 0.0
 
 
 def test_no_more_good_requests_are_expected_than_come() -> None:
