@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import json
@@ -17,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,14 @@ from mooncake.compat.config_file import MooncakeConfig, _config_from
 from mooncake.compat.store.arguments import is_good_key
 from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, MooncakeError, Unavailable
 from mooncake.http.connections import Deadlines
-from mooncake.http.server import ConnectionAcceptor, CountingTransport, TrackedProtocol, listen
+from mooncake.http.server import (
+    BodyBudget,
+    BodyBudgetExceeded,
+    ConnectionAcceptor,
+    CountingTransport,
+    TrackedProtocol,
+    listen,
+)
 from mooncake.log import get_logger, setup_logging
 from mooncake.security import TRUSTED, process_identity, warn_if_open
 from mooncake.security.http_auth import AdminKey, challenge
@@ -39,6 +47,8 @@ from mooncake.store.messages import MAX_KEY_BYTES
 log = get_logger(__name__)
 
 MAX_BODY_BYTES = 100 << 20
+MAX_BODIES_BYTES = 2 * MAX_BODY_BYTES
+"""Most bytes of the bodies of all requests whose answers have not ended."""
 MAX_GRACE_S = 3600
 RETRY_S = 1.0
 BODY_S = 60.0
@@ -55,6 +65,9 @@ FOR_THIS_HOST = (
 """Calls that mount or unmount memory or remove all objects: without a key, callers must be on this host."""
 
 SHARED_MEMORY = Path("/dev/shm")
+
+_CONTENT = "mooncake.content"
+"""Name of a request's body among its items."""
 
 ResultT = TypeVar("ResultT")
 
@@ -111,6 +124,7 @@ class MooncakeStoreService:
         self._runner: web.AppRunner | None = None
         self._acceptor: ConnectionAcceptor | None = None
         self._listening: socket.socket | None = None
+        self._bodies = BodyBudget(MAX_BODIES_BYTES)
         self.current_mode = "prefill"
         self.mounted_segment_ids: list[str] = []
         """Ids of the segments that ``reconfigure`` has mounted."""
@@ -247,9 +261,37 @@ class MooncakeStoreService:
                 "send it as X-API-Key, or start it with --insecure"
             )
             return _error(message, 403)
-        await request.read()  # aiohttp keeps it in the request for the handler
-        response: web.StreamResponse = await handler(request)
-        return response
+        try:
+            async with self._read_body(request) as request[_CONTENT]:
+                response: web.StreamResponse = await handler(request)
+                return response
+        except BodyBudgetExceeded as error:
+            refused = _error(str(error), 503)
+            refused.headers["Retry-After"] = "1"
+            return refused
+
+    @contextlib.asynccontextmanager
+    async def _read_body(self, request: web.Request) -> AsyncIterator[bytes]:
+        """Read the body; it counts among those of all requests until the answer has ended.
+
+        Raises:
+            BodyBudgetExceeded: the others take the memory.
+            HTTPRequestEntityTooLarge: it is larger than ``MAX_BODY_BYTES``; that much is not read.
+        """
+        body, num_held = bytearray(), 0
+        announced = request.content_length or 0
+        try:
+            if announced > MAX_BODY_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, announced)
+            while part := await request.content.readany():
+                self._bodies.take(len(part))
+                num_held += len(part)
+                if num_held > MAX_BODY_BYTES:
+                    raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, num_held)
+                body += part
+            yield bytes(body)
+        finally:
+            self._bodies.give_back(num_held)
 
     # Objects
 
@@ -404,8 +446,9 @@ class MooncakeStoreService:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
+    content = request[_CONTENT] if _CONTENT in request else await request.read()
     try:
-        body = await request.json()
+        body = json.loads(content.decode(request.charset or "utf-8"))
     except (
         ValueError,
         LookupError,

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -193,6 +194,54 @@ async def test_a_body_in_an_unknown_encoding_is_bad_input(
     status, answer = await rest.ask("PUT", "/api/put", {"key": "k", "value": "v"}, **kind)
     assert status == 400 and charset in answer["error"]
     assert "request_failed" not in caplog.text
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_bodies_share_a_bounded_memory_and_give_it_back(
+    rest: RunningService, monkeypatch: pytest.MonkeyPatch, is_announced: bool
+) -> None:
+    """Those of all requests whose answers have not ended."""
+    body = json.dumps({"key": "k", "value": "v" * 100_000}).encode()
+    url = f"http://127.0.0.1:{rest.service.port}/api/put"
+    rest.service._bodies.most_bytes = len(body) + 1000
+    begun, may_end = threading.Event(), threading.Event()
+
+    def put(key: str, value: bytes) -> int:
+        begun.set()
+        assert may_end.wait(60)
+        return 0
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield body[:50_000]
+        yield body[50_000:]
+
+    monkeypatch.setattr(rest.store, "put", put)
+    first = asyncio.create_task(rest.ask("PUT", "/api/put", body))
+    assert await asyncio.to_thread(begun.wait, 60)
+    async with rest.http.put(url, data=body if is_announced else parts()) as refused:
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        assert "try again" in (await refused.json())["error"]
+    assert (await rest.ask("GET", "/api/exist/k"))[0] == 200, "it has no body"
+    may_end.set()
+    assert (await first)[0] == 200
+    assert (await rest.ask("PUT", "/api/put", body))[0] == 200
+    assert rest.service._bodies.num_held == 0
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_body_that_is_too_large_is_refused(
+    rest: RunningService, monkeypatch: pytest.MonkeyPatch, is_announced: bool
+) -> None:
+    monkeypatch.setattr(rest_service, "MAX_BODY_BYTES", 1000)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(8):
+            yield b"x" * 200
+
+    url = f"http://127.0.0.1:{rest.service.port}/api/put"
+    async with rest.http.put(url, data=b"x" * 1600 if is_announced else parts()) as refused:
+        assert refused.status == 413 and "error" in await refused.json()
+    assert rest.service._bodies.num_held == 0
 
 
 async def test_unknown_paths_and_methods_are_refused_in_json(rest: RunningService) -> None:
