@@ -390,8 +390,12 @@ def chosen_at(
     prefill: Floats,
     score: Floats,
     fetch: Floats | None = None,
+    loaded_prefill: Floats | None = None,
 ) -> InstanceChoice:
-    """The choice of one candidate; with the few that came closest, if explanations are on."""
+    """The choice of one candidate; with the few that came closest, if explanations are on.
+
+    ``loaded_prefill``: seconds to compute the prompt once all is loaded that should be, as in the scores.
+    """
     queue_s, prefill_s = float(queue[best]), float(prefill[best])
     choice = InstanceChoice(int(slots[best]), reason, queue_s, prefill_s, queue_s + prefill_s, prefill_s)
     if cluster.settings.explained_requests:
@@ -408,7 +412,7 @@ def chosen_at(
             score[closest],
             queue[closest],
             np.zeros(len(near)) if fetch is None else fetch[closest],
-            prefill[closest],
+            (prefill if loaded_prefill is None else loaded_prefill)[closest],
             job.cached[near],
         )
     return choice
@@ -656,13 +660,16 @@ def overlap(cluster: ClusterView, job: PromptJob, slots: Slots) -> InstanceChoic
     score = done + price if num_behind is None else done + num_behind * (done - queue) + price
     score, best, why = ranked(cluster, job, slots, score)
     fetch = np.where(split.part > 0, split.begun + split.moving, 0.0)
-    choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, fetch)
+    choice = chosen_at(cluster, job, slots, best, "", queue, prefill, score, fetch, done - queue)
     choice.turn, choice.least_s = float(turns[choice.slot]), compute_s
     part = float(split.part[best])
     if part > 0:
         chosen = ssd if reads_ssd[best] else source
         assert chosen is not None
         _load_part(cluster, job, choice, chosen, best, int(own[best]), is_all=part >= 1)
+        if (seen := choice.considered) is not None:
+            is_chosen = seen.slots == choice.slot
+            seen.fetch_s[is_chosen], seen.prefill_s[is_chosen] = choice.fetch_s, choice.prefill_s
     estimate = estimate_text(job, choice.slot, own[best], choice.queue_s, choice.prefill_s)
     choice.reason = f"{why or 'soonest'}: {estimate}"
     if choice.source >= 0:

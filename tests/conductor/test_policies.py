@@ -152,6 +152,24 @@ def test_a_candidate_that_loads_nothing_shows_no_time_for_it() -> None:
     assert choice.considered.fetch_s.tolist() == [0.0, 0.0]
 
 
+def test_candidates_show_the_times_with_which_they_were_compared() -> None:
+    """The first has 800 of 1000 tokens and a queue; the others load these, and compute what is left."""
+    choice = policies.overlap(cluster(0.9, 0.3, 0.0), job(800, 0, 0), every("abc"))
+    seen = choice.considered
+    assert seen is not None and seen.slots.tolist() == [2, 1, 0]
+    assert seen.prefill_s == pytest.approx([0.2, 0.2, 0.2])
+    price = policies.LOAD_PRICE * np.array([0.08, 0.08, 0.0])
+    assert seen.score_s == pytest.approx(seen.queue_s + seen.prefill_s + price)
+
+
+@pytest.mark.parametrize("cached", [300, 310, 990])
+def test_the_chosen_candidate_shows_its_exact_split(cached: int) -> None:
+    choice = policies.overlap(cluster(9.0, 0.05), job(cached, 0), every("ab"))
+    seen = choice.considered
+    assert choice.source == 0 and seen is not None
+    assert (seen.slots[0], seen.prefill_s[0], seen.fetch_s[0]) == (1, choice.prefill_s, choice.fetch_s)
+
+
 @pytest.mark.parametrize("policy", [policies.decode_by_load, policies.decode_by_tbt])
 def test_among_equal_decodes_more_cached_blocks_win_then_fewer_served(policy: policies.Policy) -> None:
     trio = cluster(0, 0, 0)
