@@ -22,9 +22,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from mooncake.conductor.admission import AdmissionResult
 from mooncake.conductor.messages import Decision, Finished, Place, Prediction, Prefilled, Refuse
@@ -93,22 +95,43 @@ def block_verdicts(
         in_flight: prompts that were being computed when this one arrived.
         identity: the digest under which the instance's blocks lie in the pool; empty when it has none.
     """
-    keys = prompt.keys
     num_hit, found = _hits(prompt)
-    if num_hit < len(keys):
+    if num_hit < len(prompt.keys):
         found += _Causes(prompt, in_flight, index, identity).of(num_hit)
     return _joined(found)
 
 
 def _hits(prompt: PromptBlocks) -> tuple[int, list[BlockVerdict]]:
     """The number of leading blocks that were found, and where."""
+    tiers, num_blocks = np.frombuffer(prompt.tiers, np.uint8), len(prompt.keys)
     if prompt.is_measured:
-        num_hit = min(len(prompt.keys), prompt.num_cached + prompt.num_loaded)
-        local = min(num_hit, prompt.num_cached)
-        found = [BlockVerdict(number, 1, "hit", _place(prompt, number)) for number in range(local)]
-        return num_hit, found + [BlockVerdict(number, 1, "hit", "pool") for number in range(local, num_hit)]
-    num_hit = next((number for number, tiers in enumerate(prompt.tiers) if not tiers), len(prompt.tiers))
-    return num_hit, [BlockVerdict(number, 1, "hit", _place(prompt, number)) for number in range(num_hit)]
+        num_hit = min(num_blocks, prompt.num_cached + prompt.num_loaded)
+    else:
+        missing = (tiers == 0).nonzero()[0]
+        num_hit = int(missing[0]) if len(missing) else num_blocks
+    num_local = min(num_hit, prompt.num_cached) if prompt.is_measured else num_hit
+    found = [
+        BlockVerdict(first, num, "hit", _place(prompt, first)) for first, num in _runs([tiers], 0, num_local)
+    ]
+    if num_local < num_hit:
+        found.append(BlockVerdict(num_local, num_hit - num_local, "hit", "pool"))
+    return num_hit, found
+
+
+def _runs(columns: Sequence[npt.NDArray[Any]], first: int, end: int) -> list[tuple[int, int]]:
+    """The blocks from ``first`` to ``end`` in runs in which no column changes: their first ones and lengths.
+
+    Whatever holds for a block of a prompt mostly holds for its neighbours, of which there are thousands.
+    """
+    if first == end:
+        return []
+    is_first = np.zeros(end - first, np.bool_)
+    is_first[0] = True
+    for column in columns:
+        part = column[first:end]
+        is_first[1:] |= part[1:] != part[:-1]
+    starts = is_first.nonzero()[0]
+    return list(zip((starts + first).tolist(), np.diff(starts, append=end - first).tolist(), strict=True))
 
 
 def _place(prompt: PromptBlocks, number: int) -> str:
@@ -123,48 +146,64 @@ class _Causes:
     def __init__(
         self, prompt: PromptBlocks, in_flight: Sequence[PromptBlocks], index: PrefixIndex, identity: str
     ) -> None:
-        self._prompt, self._index = prompt, index
+        self._prompt = prompt
         self._pool = KEY_PREFIX + identity if identity else ""
-        keys = np.array(prompt.keys, np.uint64)
-        self._written: dict[int, InstanceId] = {}
-        for other in in_flight:
-            if other.scope == prompt.scope:
-                common = keys[np.isin(keys, np.array(other.keys, np.uint64))]
-                self._written.update(dict.fromkeys(common.tolist(), other.instance))
-        self._removals = [index.removal_log.removals(prompt.keys.tolist(), prompt.scope)]
+        keys, log = np.frombuffer(prompt.keys, np.uint64), index.removal_log
+        # By block: the last of the prompts in flight that begin with all blocks up to it; -1 for none.
+        self._written = np.full(len(keys), -1)
+        self._writers = in_flight
+        for number, other in enumerate(in_flight):
+            self._written[: _num_common(prompt, other)] = number
+        self._removals = [log.removals(keys, prompt.scope)]
         if self._pool:
-            self._removals.append(index.removal_log.removals(prompt.keys.tolist(), self._pool))
-        self._salts = index.removal_log.other_salts(prompt.keys, prompt.bare_keys or prompt.keys)
+            self._removals.append(log.removals(keys, self._pool))
+        bare_keys = np.frombuffer(prompt.bare_keys or prompt.keys, np.uint64)
+        self._has_other_salt = log.has_other_salt(keys, bare_keys)
 
     def of(self, first: int) -> list[BlockVerdict]:
-        """One verdict for each block from ``first`` on."""
-        return [self._cause(number) for number in range(first, len(self._prompt.keys))]
+        """The verdicts on the blocks from ``first`` on."""
+        num_blocks = len(self._prompt.keys)
+        ends = sorted({*self._prompt.others.values(), *self._prompt.pools.values()})
+        holders = np.searchsorted(ends, np.arange(num_blocks), side="right")
+        removals = (one.numbers for one in self._removals)
+        columns = [self._written, holders, *removals, self._has_other_salt]
+        return [self._cause(start, num) for start, num in _runs(columns, first, num_blocks)]
 
-    def _cause(self, number: int) -> BlockVerdict:
-        prompt, key = self._prompt, self._prompt.keys[number]
-        if key in self._written:
-            return BlockVerdict(number, 1, "being_written", self._written[key])
+    def _cause(self, number: int, num: int) -> BlockVerdict:
+        """The verdict on ``num`` blocks from this one on, for which the same holds."""
+        prompt = self._prompt
+        if (writer := int(self._written[number])) >= 0:
+            return BlockVerdict(number, num, "being_written", self._writers[writer].instance)
         holders = self._holders(number)
         if holders:
-            return BlockVerdict(number, 1, "elsewhere", ", ".join(holders))
-        gone = [one[number] for one in self._removals]
+            return BlockVerdict(number, num, "elsewhere", ", ".join(holders))
+        gone = [one.of(number) for one in self._removals]
         before = [removal for removal in gone if removal is not None and removal.at <= prompt.at]
         if before:
             last = max(before, key=lambda removal: removal.at)
             verdict, rule = _named(last.reason)
             where = last.instance if last.tier is None else f"{last.instance} {last.tier}"
-            return BlockVerdict(number, 1, verdict, where, rule, prompt.at - last.at)
-        digests = [scope.removeprefix(KEY_PREFIX) for scope, num in prompt.pools.items() if number < num]
+            return BlockVerdict(number, num, verdict, where, rule, prompt.at - last.at)
+        digests = [scope.removeprefix(KEY_PREFIX) for scope, end in prompt.pools.items() if number < end]
         if self._pool and digests:
-            return BlockVerdict(number, 1, "other_digest", ", ".join(digests))
-        if self._salts[number]:
-            return BlockVerdict(number, 1, "other_salt")
-        return BlockVerdict(number, 1, "never_stored")
+            return BlockVerdict(number, num, "other_digest", ", ".join(digests))
+        if self._has_other_salt[number]:
+            return BlockVerdict(number, num, "other_salt")
+        return BlockVerdict(number, num, "never_stored")
 
     def _holders(self, number: int) -> list[str]:
         """Other holders of the block, including the pool."""
         found = [name for name, num in self._prompt.others.items() if number < num]
         return found + ["pool"] * (number < self._prompt.pools.get(self._pool, 0))
+
+
+def _num_common(one: PromptBlocks, other: PromptBlocks) -> int:
+    """Number of leading blocks that both prompts have: a key names all blocks up to its own."""
+    num = min(len(one.keys), len(other.keys))
+    if one.scope != other.scope or not num or one.keys[0] != other.keys[0]:
+        return 0
+    keys, others = (np.frombuffer(prompt.keys, np.uint64, num) for prompt in (one, other))
+    return int(np.count_nonzero(keys == others))
 
 
 def _named(reason: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from array import array
+from random import Random
 from typing import Any
 
 import msgspec
@@ -259,3 +260,48 @@ def test_the_same_tokens_under_another_salt(index: PrefixIndex) -> None:
     index.removal_log.note_prompt(key_column([1, 2]), [501, 502])
     one = prompt_with(bare_keys=array("Q", [501, 502, 503, 504]))
     assert verdicts_on(index, one) == [BlockVerdict(0, 2, "other_salt"), BlockVerdict(2, 2, "never_stored")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_blocks_are_as_each_block_by_itself(index: PrefixIndex, seed: int) -> None:
+    random = Random(seed)
+    keys, bare_keys = array("Q", range(1, 41)), array("Q", range(101, 141))
+    one = prompt_with(
+        keys=keys,
+        bare_keys=bare_keys,
+        tiers=bytes(random.choice([1, 1, 1, 2]) for _ in range(random.randrange(12))).ljust(40, b"\0"),
+        others={"p2": random.randrange(20), "p3": random.randrange(20)},
+        pools={"kv/mine": random.randrange(25), "kv/theirs": random.randrange(30)},
+    )
+    num_written = random.choice([0, 0, 15])
+    other = prompt_with(keys=array("Q", [*keys[:num_written], 999]), instance="p4")
+    removed: dict[int, str] = {}
+    for number in range(6):
+        chosen = random.sample(range(1, 41), random.choice([1, 5]))
+        index.store("p1", chosen)
+        reason = random.choice(["evicted: lru", "cleared", f"{number} is newer"])
+        index.remove("p1", chosen, reason=reason, now=90.0 + number)
+        removed.update(dict.fromkeys(chosen, reason))
+    salted = random.sample(range(101, 141), 10)
+    index.removal_log.note_prompt(key_column([1000 + bare for bare in salted]), salted)
+
+    def plainly(block: int) -> tuple[str, str]:
+        key = keys[block]
+        holders = [name for name, num in one.others.items() if block < num]
+        holders += ["pool"] * (block < one.pools["kv/mine"])
+        if 0 not in one.tiers[: block + 1]:
+            return "hit", "p1 device" if one.tiers[block] == 1 else "p1 memory"
+        if block < num_written:
+            return "being_written", "p4"
+        if holders:
+            return "elsewhere", ", ".join(holders)
+        if key in removed:
+            verdict = removed[key].partition(":")[0]
+            return verdict if verdict in ("evicted", "cleared") else "removed", "p1 device"
+        if block < one.pools["kv/theirs"]:
+            return "other_digest", "theirs"
+        return ("other_salt" if bare_keys[block] in salted else "never_stored"), ""
+
+    rows = verdicts_on(index, one, other)
+    assert [(row.verdict, row.where) for row in rows for _ in range(row.num)] == [*map(plainly, range(40))]
+    assert [row.first for row in rows] == [sum(row.num for row in rows[:n]) for n in range(len(rows))]

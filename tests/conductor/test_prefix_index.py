@@ -6,7 +6,7 @@ The match by few runs, by many, and a plain search agree. The removal log and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -125,16 +125,25 @@ def test_a_scope_ends_with_its_last_block(index: PrefixIndex) -> None:
     assert index.forget("b") == 2
 
 
+def removals_of(log: RemovalLog, keys: Sequence[int], scope: str = "") -> list[Removal | None]:
+    found = log.removals(np.array(keys, np.uint64), scope)
+    return [found.of(block) for block in range(len(keys))]
+
+
+def has_other_salt(log: RemovalLog, keys: Sequence[int], bare_keys: Sequence[int]) -> list[bool]:
+    return log.has_other_salt(np.array(keys, np.uint64), np.array(bare_keys, np.uint64)).tolist()
+
+
 def test_removals_are_remembered_with_their_reason(index: PrefixIndex) -> None:
     index.store("a", PROMPT[:4])
     index.store("b", PROMPT[:4])
     index.remove("a", PROMPT[3:4], reason="capacity", now=1.0)
     index.clear("a", "restarted", 2.0)
     index.forget("b", now=3.0)
-    assert index.removal_log.removals(PROMPT[3:5]) == [Removal(3.0, "b", None, "lost"), None]
+    assert removals_of(index.removal_log, PROMPT[3:5]) == [Removal(3.0, "b", None, "lost"), None]
     index.store("c", PROMPT[:1])
     index.remove("c", PROMPT[:1], Tier.DEVICE, reason="capacity", now=4.0)
-    assert index.removal_log.removals(PROMPT[:1]) == [Removal(4.0, "c", Tier.DEVICE, "capacity")]
+    assert removals_of(index.removal_log, PROMPT[:1]) == [Removal(4.0, "c", Tier.DEVICE, "capacity")]
 
 
 def test_blocks_that_come_and_go_leave_no_list_behind(index: PrefixIndex) -> None:
@@ -305,7 +314,9 @@ def test_the_last_removal_counts() -> None:
     removals.note_removed("", key_column([1, 2, 3]), first)
     removals.note_removed("", key_column([3, 4]), then)
     removals.note_removed("another", key_column([1]), then)
-    assert removals.removals([1, 3, 4, 5]) == [first, then, then, None]
+    assert removals_of(removals, [1, 3, 4, 5]) == [first, then, then, None]
+    assert removals_of(removals, [3, 1, 3]) == [then, first, then], "in any order, and twice"
+    assert removals_of(removals, []) == []
 
 
 def test_it_is_bounded() -> None:
@@ -313,13 +324,13 @@ def test_it_is_bounded() -> None:
     removal = Removal(1.0, "a", None, "cleared")
     removals.note_removed("", key_column([1, 2, 3]), removal)
     removals.note_removed("", key_column([4, 5]), removal)
-    assert removals.removals([3, 5]) == [None, removal]
+    assert removals_of(removals, [3, 5]) == [None, removal]
     removals.note_removed("", key_column(range(10, 20)), removal)
-    assert removals.removals([5, 15, 16, 19]) == [None, None, removal, removal]
+    assert removals_of(removals, [5, 15, 16, 19]) == [None, None, removal, removal]
     nothing = RemovalLog(0)
     nothing.note_removed("", key_column([1]), removal)
     nothing.note_prompt(key_column([1]), [2])
-    assert nothing.removals([1]) == [None] and nothing.other_salts([3], [2]) == [[]]
+    assert removals_of(nothing, [1]) == [None] and has_other_salt(nothing, [3], [2]) == [False]
 
 
 def test_the_same_tokens_under_other_salts() -> None:
@@ -327,13 +338,15 @@ def test_the_same_tokens_under_other_salts() -> None:
     removals.note_prompt(key_column([11, 12]), [1, 2])
     removals.note_prompt(key_column([21, 22]), [1, 2])
     removals.note_prompt(key_column([31]), [1, 2])  # of another length: not the same blocks
-    assert removals.other_salts([11, 12], [1, 2]) == [[21], [22]]
-    assert removals.other_salts([42, 9, 41], [2, 7, 1]) == [[12, 22], [], [11, 21]]
-    assert removals.other_salts([11], []) == [[]]
+    assert has_other_salt(removals, [11, 12], [1, 2]) == [True, True]
+    assert has_other_salt(removals, [42, 9, 41], [2, 7, 1]) == [True, False, True]
+    assert has_other_salt(removals, [11], []) == [False]
     removals.note_prompt(key_column([41, 42, 43, 44]), [1, 2, 3, 4])
-    assert removals.other_salts([51], [1]) == [[21, 41]]
+    assert has_other_salt(removals, [43, 41], [3, 1]) == [False, True], "its own is none"
     removals.note_prompt(key_column([1, 2]))
-    assert removals.other_salts([51], [1]) == [[41, 1]]
+    removals.note_prompt(key_column([61, 62, 63]), [5, 6, 7])
+    assert has_other_salt(removals, [1], [1]) == [False], "only the unsalted one is left"
+    assert has_other_salt(removals, [41], [1]) == [True]
 
 
 def test_the_log_is_searched_as_it_is_now() -> None:
@@ -342,16 +355,16 @@ def test_the_log_is_searched_as_it_is_now() -> None:
     keys = [7, 7 + (1 << 16), 7 + (1 << 63)]
     first, later = (Removal(at, "a", None, "cleared") for at in (1.0, 2.0))
     log.note_removed("", key_column(keys[1:]), first)
-    assert log.removals(keys) == [None, first, first]
+    assert removals_of(log, keys) == [None, first, first]
     log.note_removed("other", key_column(keys), later)
-    assert log.removals(keys) == [None, first, first]
-    assert log.removals(keys, "other") == [later] * 3
+    assert removals_of(log, keys) == [None, first, first]
+    assert removals_of(log, keys, "other") == [later] * 3
     log.note_removed("", key_column(keys[:2]), later)
-    assert log.removals(keys) == [later, later, first]
+    assert removals_of(log, keys) == [later, later, first]
     log.note_prompt(key_column([1]), keys[:1])
-    assert log.other_salts([2, 3], keys[:2]) == [[1], []]
+    assert has_other_salt(log, [2, 3], keys[:2]) == [True, False]
     log.note_prompt(key_column([4]), keys[1:2])
-    assert log.other_salts([2, 3], keys[:2]) == [[1], [4]]
+    assert has_other_salt(log, [2, 3], keys[:2]) == [True, True]
 
 
 # --- instances without KV events
