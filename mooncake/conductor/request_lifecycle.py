@@ -30,7 +30,7 @@ from mooncake.conductor.messages import (
     Prefilled,
     Refuse,
 )
-from mooncake.conductor.policies import InstanceChoice
+from mooncake.conductor.policies import PRIORITY_S, InstanceChoice
 from mooncake.conductor.prediction import MOST_TOKENS
 from mooncake.conductor.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.conductor.settings import SchedulingSettings
@@ -48,6 +48,7 @@ _LONGEST_S = 1e9
 _MOST_LIMIT = (1 << 63) - 1
 """Limit of an answer's length as clients state it: one that no answer reaches is none."""
 _MOST_PRIORITY = 1_000_000
+_LAST_TURN = (_MOST_PRIORITY + 1) * PRIORITY_S
 
 _NUMBERS: tuple[tuple[str, float, float], ...] = (
     ("num_tokens", 0, MOST_TOKENS),
@@ -107,16 +108,22 @@ def bounded(event: Placed) -> Placed:
         priority=min(max(place.priority, -_MOST_PRIORITY), _MOST_PRIORITY),
         max_output_tokens=_tokens(place.max_output_tokens),
     )
-    turn, num_cached = _duration(decision.turn, -_MOST_S), _tokens(decision.num_cached_tokens)
+    turn = _between(decision.turn, -_LAST_TURN, _LAST_TURN)
+    num_cached = _tokens(decision.num_cached_tokens)
     decision = msgspec.structs.replace(
         decision, turn=turn, num_cached_tokens=num_cached, prediction=prediction
     )
     return msgspec.structs.replace(event, place=place, decision=decision, age_s=_duration(event.age_s))
 
 
-def _duration(seconds: float, least: float = 0.0) -> float:
-    """Between ``least`` and a day; 0 for one that is no number."""
-    return min(max(seconds, least), _MOST_S) if seconds == seconds else 0.0
+def _duration(seconds: float) -> float:
+    """Up to a day."""
+    return _between(seconds, 0.0, _MOST_S)
+
+
+def _between(seconds: float, least: float, most: float) -> float:
+    """0 for what is no number."""
+    return min(max(seconds, least), most) if seconds == seconds else 0.0
 
 
 def _tokens(number: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from mooncake.conductor.admission import AdmissionResult, PoolCapacity
 from mooncake.conductor.keyed_prompt import NO_KEYS
 from mooncake.conductor.messages import Decision, Finished, Place, Placed, Prediction, Prefilled
-from mooncake.conductor.policies import CandidateColumns, InstanceChoice
+from mooncake.conductor.policies import PRIORITY_S, CandidateColumns, InstanceChoice
 from mooncake.conductor.prediction import DecodeModel
 from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.conductor.request_lifecycle import (
@@ -123,5 +123,7 @@ def test_all_numbers_of_a_placement_elsewhere_are_bounded() -> None:
     found = bounded(Placed(wild, decision)).place
     assert (found.num_tokens, found.lifetime_s, found.slo_tbt_s) == (2**32, 86_400.0, 0.0)
     assert (found.priority, found.max_output_tokens) == (-1_000_000, 0)
-    usual = Placed(Place("r", 100, priority=1000, max_output_tokens=9), decision)
-    assert bounded(usual) == usual
+    for priority in (-1000, 1000):
+        waiting = Decision("r", None, "d1", "", turn=priority * PRIORITY_S + 5.0)
+        usual = Placed(Place("r", 100, priority=priority, max_output_tokens=9), waiting)
+        assert bounded(usual) == usual, "a turn is within its priority's"
