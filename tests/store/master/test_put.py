@@ -265,6 +265,87 @@ def test_an_object_outlives_all_its_nodes_but_one(voice: Voice) -> None:
     assert voice.inspect("k") is None and voice.master.counts.lost_objects == 1
 
 
+# A put that goes on renews its reservation
+
+
+def renewed(voice: Voice, *reserved: m.Reserved | None, tenant: str = "") -> list[m.Reserved | None]:
+    """Renew these puts of the keys k0, k1, ..."""
+    ids = [0 if one is None else one.object_id for one in reserved]
+    reply = voice.say(m.RenewPuts([f"k{at}" for at in range(len(ids))], ids, tenant))
+    assert isinstance(reply, m.PutStarted) and reply.put_s == PUT_S and not reply.refusals
+    return reply.reserved
+
+
+def test_a_put_that_is_renewed_has_its_time_again(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    started = voice.start("k0", "k1").reserved
+    for _ in range(4):
+        voice.keep_alive(PUT_S - 1)
+        assert renewed(voice, started[0], None) == [started[0], None], "k1 is not renewed"
+    assert voice.master.counts.expired_puts == 1, "of the two in one row"
+    refusal = refusal_of(voice.start("k0"))
+    assert refusal == Refusal("being_written", f"another put of the key may take {PUT_S:.3g} s longer")
+    assert voice.start("k1").reserved[0] is not None
+    assert started[0] is not None and voice.end("k0", started[0].object_id) is True
+    assert renewed(voice, started[0]) == [None], "it has ended"
+
+
+def test_the_key_of_a_writer_that_renews_no_longer_becomes_free(voice: Voice) -> None:
+    """And its space when writes can no longer land."""
+    voice.mount("a", POOL)
+    (place,) = voice.start("k0").reserved
+    voice.keep_alive(20)
+    assert renewed(voice, place) == [place]
+    voice.keep_alive(PUT_S - 1)
+    assert refusal_of(voice.start("k0")).code == "being_written"
+    voice.keep_alive(1)
+    assert voice.master.counts.expired_puts == 1 and voice.allocated_bytes == 1024
+    assert renewed(voice, place) == [None]
+    assert place is not None and voice.end("k0", place.object_id).code == "expired"
+    voice.keep_alive(GRACE_S)
+    assert voice.allocated_bytes == 0
+    assert voice.start("k0").reserved[0] is not None
+
+
+def test_only_the_replicas_that_are_left_are_renewed(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    voice.mount("b", POOL, host="other")
+    (place,) = voice.start("k0", policy=TWO).reserved
+    assert segments(place) == ["a", "b"]
+    assert voice.say(m.Unmount("b", 7), "node b").is_known
+    assert segments(renewed(voice, place)[0]) == ["a"]
+
+
+def test_a_renewal_is_for_that_put_of_that_tenant(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    (place,) = voice.start("k0", tenant="red").reserved
+    assert place is not None
+    assert renewed(voice, place) == [None] and renewed(voice, place, tenant="red") == [place]
+    assert renewed(voice, m.Reserved(place.object_id + 1, []), tenant="red") == [None]
+    assert isinstance(voice.say(m.RenewPuts(["k0"], [])), Failure)
+
+
+def test_a_successor_lets_the_space_of_a_renewed_put_rest_from_its_renewal_on(voice: Voice) -> None:
+    voice.mount("a", POOL)
+    (place,) = voice.start("k0").reserved
+    standby, num_records = Master(SETTINGS), len(voice.records)
+    standby.apply(voice.records, 0.0)
+    voice.keep_alive(20)
+    renewed(voice, place)
+    standby.apply(voice.records[num_records:], 20.0)
+    standby.check()
+    allocator = standby.segments.mounted["a"].allocator
+    standby.catalog.end_rests(20 + PUT_S + GRACE_S - 0.1)
+    assert allocator.allocated_bytes == 1024
+    standby.catalog.end_rests(20 + PUT_S + GRACE_S)
+    assert allocator.allocated_bytes == 0
+    assert place is not None and voice.end("k0", place.object_id) is True
+    successor = Master(SETTINGS)
+    successor.restore(voice.records, 0.0)
+    successor.check()
+    assert "k0" in successor.objects.readable
+
+
 # An object whose nodes are suspected is missing, and may come back
 
 
