@@ -89,6 +89,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def _shown(address: str) -> str:
+    """The address for messages, which must not contain half of a surrogate pair."""
+    return address if address.isprintable() else ascii(address)
+
+
 def keep_alive(sock: socket.socket | None) -> None:
     """Let the kernel end a TCP connection whose peer's host no longer answers."""
     if sock is None or sock.family == socket.AF_UNIX:
@@ -229,7 +234,7 @@ class AsyncClient:
         self._is_patient = is_patient
         self.identity = identity or process_identity()
         self.servers = servers
-        self.peer = f"{name} at {address}"
+        self.peer = f"{name} at {_shown(address)}"
         self.decoder = decoder_for(replies)
         self._ids = itertools.count(1)
         self._wire: _Wire | None = None
@@ -495,7 +500,7 @@ class BlockingClient:
     ) -> None:
         self._address = address
         self._host, self._port = split_address(address)
-        self.peer = f"{name} at {address}"
+        self.peer = f"{name} at {_shown(address)}"
         self._is_patient = is_patient
         self._identity = identity or process_identity()
         self._servers = servers

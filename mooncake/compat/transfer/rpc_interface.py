@@ -222,7 +222,7 @@ class RpcInterface:
             for start in range(0, max(1, len(payload)), PART_BYTES):
                 part = bytes(payload[start : start + PART_BYTES])
                 client.call(MessagePart(number, len(payload), part, dtype, shape), self._timeout_s)
-        except (MooncakeError, TypeError, ValueError) as error:  # ValueError: no host can have this name
+        except (MooncakeError, TypeError, ValueError) as error:  # ValueError: a view that was released
             log.error(f"send to {address!r}: {error}")
             return -1
         return 0
