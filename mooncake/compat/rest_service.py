@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,8 +67,8 @@ FOR_THIS_HOST = (
 
 SHARED_MEMORY = Path("/dev/shm")
 
-_CONTENT = "mooncake.content"
-"""Name of a request's body among its items."""
+_content: ContextVar[bytes | None] = ContextVar("_content", default=None)
+"""Body of the request that is handled; None in an application that reads it itself."""
 
 ResultT = TypeVar("ResultT")
 
@@ -262,7 +263,7 @@ class MooncakeStoreService:
             )
             return _error(message, 403)
         try:
-            async with self._read_body(request) as request[_CONTENT]:
+            async with self._read_body(request):
                 response: web.StreamResponse = await handler(request)
                 return response
         except BodyBudgetExceeded as error:
@@ -271,8 +272,8 @@ class MooncakeStoreService:
             return refused
 
     @contextlib.asynccontextmanager
-    async def _read_body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Read the body; it counts among those of all requests until the answer has ended.
+    async def _read_body(self, request: web.Request) -> AsyncIterator[None]:
+        """Read the body for the handler; it counts among those of all requests until the answer has ended.
 
         Raises:
             BodyBudgetExceeded: the others take the memory.
@@ -289,8 +290,10 @@ class MooncakeStoreService:
                 if num_held > MAX_BODY_BYTES:
                     raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, num_held)
                 body += part
-            yield bytes(body)
+            _content.set(bytes(body))
+            yield
         finally:
+            _content.set(None)
             self._bodies.give_back(num_held)
 
     # Objects
@@ -446,7 +449,9 @@ class MooncakeStoreService:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    content = request[_CONTENT] if _CONTENT in request else await request.read()
+    content = _content.get()
+    if content is None:
+        content = await request.read()
     try:
         body = json.loads(content.decode(request.charset or "utf-8"))
     except (
