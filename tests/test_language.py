@@ -21,7 +21,7 @@ EXCEPTIONS = {
     ("mooncake/sim/faults/network.py", "ballot"): "a host of the simulator, which seeds draw by name",
 }
 
-MOST_MODULES = 506
+MOST_MODULES = 507
 """Fewer is better; a new module should be an idea of its own."""
 LARGEST = 1000
 """Lines of the largest module."""

@@ -28,9 +28,9 @@ from mooncake.conductor.messages import AdmissionStatus, InstanceStatus
 from mooncake.conductor.settings import Scheduling, SchedulingSettings
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.gateway.gateway import Gateway
-from mooncake.gateway.request_parsing import read_body
 from mooncake.gateway.request_recorder import EndedRequest
 from mooncake.http import large_json
+from mooncake.http.api_requests import read_body
 from mooncake.http.openai import ApiError, check_content_type
 from mooncake.log import get_logger
 from mooncake.recorded_requests import MAX_RECORDED_ID, RecordedRequest

@@ -37,8 +37,9 @@ from mooncake.gateway.limiter import Permit
 from mooncake.gateway.moves import MovedChoice, MovedPrompt
 from mooncake.gateway.own_workers import prompt_to_move
 from mooncake.gateway.request_ids import RequestIds
-from mooncake.gateway.request_parsing import names_of, read_body
+from mooncake.gateway.request_parsing import names_of
 from mooncake.http import large_json
+from mooncake.http.api_requests import read_body
 from mooncake.http.openai import (
     STREAM_END,
     AnyRequest,

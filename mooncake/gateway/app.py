@@ -28,12 +28,13 @@ from mooncake.errors import InvalidArgument, ModelError
 from mooncake.gateway import admin
 from mooncake.gateway.any_engine import EMBEDDINGS, serve_any_engine, serve_call
 from mooncake.gateway.engine_apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from mooncake.gateway.gateway import Gateway, GatewaySettings, PromptTokenizer, Public
+from mooncake.gateway.gateway import Gateway, GatewaySettings, Public
 from mooncake.gateway.own_workers import serve_own_workers
 from mooncake.gateway.prompt_hygiene import cleaned
-from mooncake.gateway.request_parsing import names_of, read_body, request_id_of
+from mooncake.gateway.request_parsing import names_of, request_id_of
 from mooncake.gateway.traces import add_trace_routes, add_tracing
 from mooncake.http import large_json
+from mooncake.http.api_requests import PromptTokenizer, not_served, read_body
 from mooncake.http.openai import (
     AnyRequest,
     ApiError,
@@ -42,6 +43,7 @@ from mooncake.http.openai import (
     ModelCard,
     ModelList,
     check_content_type,
+    internal_error,
     model_not_found,
     parse_request,
     to_json,
@@ -263,7 +265,7 @@ def _answer_errors(app: FastAPI, gateway: Gateway | None = None) -> None:
             except ApiError as refused:
                 return await _refused(http, refused)
         _requests.labels("unknown", error.status_code).inc()
-        refusal = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+        refusal = not_served(http, error)
         headers = {**(error.headers or {}), "X-Request-ID": request_id_of(http)}
         return Response(refusal.body(), error.status_code, headers, media_type="application/json")
 
@@ -271,7 +273,7 @@ def _answer_errors(app: FastAPI, gateway: Gateway | None = None) -> None:
     async def _broken(http: Request, error: Exception) -> Response:
         # Starlette logs the traceback after this.
         _requests.labels(_endpoint(http), 500).inc()
-        broken = ApiError(500, "the gateway failed; its log has the traceback", code="internal_error")
+        broken = internal_error("gateway")
         return Response(broken.body(), 500, names_of(http), media_type="application/json")
 
 

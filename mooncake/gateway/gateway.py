@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import UNSET, Meta
 
@@ -37,6 +36,7 @@ from mooncake.gateway.prompts import PromptHasher, Tokenizing
 from mooncake.gateway.request_ids import RequestIdTable
 from mooncake.gateway.request_recorder import RecordingLimits, RequestRecorder
 from mooncake.gateway.worker_client import WorkerClient, WorkerFailed
+from mooncake.http.api_requests import PromptTokenizer
 from mooncake.http.openai import ApiError, ModelCard
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
@@ -270,26 +270,6 @@ def _stamp(path: str) -> tuple[int, ...]:
     except OSError:
         return ()
     return file_state(found)
-
-
-class PromptTokenizer(typing.Protocol):
-    """The part of ``mooncake.inference.tokenizer.Tokenizer`` that a gateway needs."""
-
-    longest_token_chars: int
-    """Most characters of a token."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-
-    def text_of(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Gateway:

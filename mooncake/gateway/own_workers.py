@@ -56,11 +56,11 @@ from mooncake.gateway.request_parsing import (
     request_id_of,
     session_of,
     slo_of,
-    tokenize,
 )
 from mooncake.gateway.retries import AnswerConcurrency, Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, JoinedPieces
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, check_logprobs
+from mooncake.http.api_requests import tokenize
 from mooncake.http.latency import itl_seconds, mean_of_longest, ttft_seconds
 from mooncake.http.openai import (
     STREAM_END,
@@ -104,6 +104,7 @@ async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest
         tracing.phase("tokenize")
         tracing.note(gen_ai__request__model=settings.model_name, gen_ai__request__stream=bool(request.stream))
         prompts = await tokenize(gateway.tokenizer, request, max_model_len)
+        check_logprobs(request, (max_model_len - len(prompt) for prompt in prompts))
         tracing.phase("hash blocks", prompts=len(prompts))
         answer = _answer(gateway, http, request, prompts, max_model_len, slo)
         if not request.stream:
@@ -304,7 +305,7 @@ class OwnWorkersAnswer:
 
     async def whole(self) -> msgspec.Struct:
         """The body of an answer that is not streamed. Raises ApiError."""
-        joined = [JoinedPieces(choice.index) for choice in self._choices]
+        joined = [self._writer.joined(choice.index) for choice in self._choices]
         merged = self._merged()
         async with contextlib.aclosing(merged):
             async for piece in merged:

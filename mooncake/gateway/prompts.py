@@ -86,7 +86,7 @@ class _NamedPrompt:
 
 
 class PromptHasher:
-    """Computes ``PromptKeys``. ``tokenizer``: the model's, if there is one (``gateway.PromptTokenizer``)."""
+    """Computes ``PromptKeys``. ``tokenizer``: the model's, if there is one (``PromptTokenizer``)."""
 
     def __init__(
         self, tokenizer: Any, workers: WorkerClient, backends: Backends, block_tokens: int, how: Tokenizing

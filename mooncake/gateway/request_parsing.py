@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of requests: body, token ids, and the headers that the gateway uses.
+"""Parsing of the headers that the gateway uses, and the names by which a request is reported.
 
-Owns the checks that need no worker; a request that fails them never reaches one.
+Body and prompts are ``http/api_requests.py``.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import re
@@ -15,31 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
-from mooncake.errors import InvalidArgument
 from mooncake.forensics.hygiene import AppliedRules
 from mooncake.gateway.clients import Client
-from mooncake.gateway.gateway import PromptTokenizer
 from mooncake.gateway.metrics import Slo
-from mooncake.http import large_json, server
-from mooncake.http.openai import (
-    MAX_PRIORITY,
-    AnyRequest,
-    ApiError,
-    ChatCompletionRequest,
-    CompletionRequest,
-    context_length_exceeded,
-)
-
-INLINE_CHARS = 4096
-"""Shorter texts are tokenized on the event loop; a thread would cost more than it saves."""
-
-LARGE_CHARS = 256 << 10
-PIECE_CHARS = 64 << 10
-CUT_TOKENS = 8
-LONG_TOKEN_CHARS = 8
-"""Texts that fit only with longer tokens than this on average are counted before they are tokenized."""
+from mooncake.http.openai import MAX_PRIORITY, ApiError
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
@@ -66,91 +45,6 @@ LAST_SESSION_HEADER = "X-Correlation-ID"
 """Read after all other names: some programs make a new one for each request."""
 
 MAX_SESSION_CHARS = 256
-
-
-async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len: int) -> list[list[int]]:
-    """Token ids of every prompt. Raises ApiError, 400."""
-    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    _check_length(tokenizer, request, max_model_len, param)
-
-    def in_thread() -> list[list[int]]:
-        for text in _texts(request):
-            if len(text) > max(LARGE_CHARS, LONG_TOKEN_CHARS * max_model_len):
-                _count(tokenizer, text, max_model_len, param)
-        if isinstance(request, CompletionRequest):
-            encode = tokenizer.encode
-            return [encode(one) if isinstance(one, str) else one for one in request.prompts]
-        return [
-            tokenizer.chat(
-                [message.for_template() for message in request.messages],
-                request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                variables=request.chat_template_kwargs,
-            )
-        ]
-
-    try:
-        num_chars = sum(_chars(request)) + _num_chars_of_calls(request)
-        if num_chars < INLINE_CHARS:
-            prompts = in_thread()
-        elif num_chars < LARGE_CHARS:
-            prompts = await asyncio.to_thread(in_thread)
-        else:
-            prompts = await large_json.beside(in_thread)
-    except InvalidArgument as error:
-        wrong = error.field if error.field == "chat_template_kwargs" else param
-        raise ApiError(400, str(error), param=wrong, code="invalid_value") from error
-    for prompt in prompts:
-        if not prompt:
-            raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
-        if len(prompt) >= max_model_len:
-            raise context_length_exceeded(len(prompt), max_model_len, param)
-    return prompts
-
-
-def _check_length(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len: int, param: str) -> None:
-    """Check that a prompt can fit at all, before work is done on it. Raises ApiError, 400."""
-    for num_chars in _chars(request):
-        num_tokens = num_chars // tokenizer.longest_token_chars
-        if num_tokens >= max_model_len:
-            raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
-    if isinstance(request, CompletionRequest):
-        for one in request.prompts:
-            if not isinstance(one, str) and len(one) >= max_model_len:
-                raise context_length_exceeded(len(one), max_model_len, param)
-
-
-def _count(tokenizer: PromptTokenizer, text: str, max_model_len: int, param: str) -> None:
-    """Count the tokens of a text that is likely too long piece by piece, and no further than needed.
-
-    Raises:
-        ApiError: 400, it is too long.
-    """
-    num_tokens = 0
-    for start in range(0, len(text), PIECE_CHARS):
-        # The cut, and special tokens around a piece, add a few tokens to the true number.
-        num_tokens += max(0, len(tokenizer.encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS)
-        if num_tokens >= max_model_len:
-            raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
-
-
-def _texts(request: AnyRequest) -> list[str]:
-    if isinstance(request, ChatCompletionRequest):
-        return [message.content or "" for message in request.messages]
-    return [one for one in request.prompts if isinstance(one, str)]
-
-
-def _chars(request: AnyRequest) -> list[int]:
-    """The length of each prompt's text in characters."""
-    lengths = [len(text) for text in _texts(request)]
-    return [sum(lengths)] if isinstance(request, ChatCompletionRequest) else lengths
-
-
-def _num_chars_of_calls(request: AnyRequest) -> int:
-    """Length of the tool calls in a chat, which are tokens only where the model's template reads them."""
-    if not isinstance(request, ChatCompletionRequest):
-        return 0
-    return sum(call.num_chars for message in request.messages for call in message.tool_calls)
 
 
 def slo_of(http: Request) -> Slo:
@@ -248,15 +142,3 @@ def names_of(http: Request) -> dict[str, str]:
     if applied is not None and applied.counts:
         names["x-mooncake-hygiene"] = applied.header()
     return names
-
-
-async def read_body(http: Request, most_bytes: int) -> bytes:
-    """Read the body. Raises ApiError, 413 for one that is too large, 503 when others' take all the memory."""
-    try:
-        return await server.read_body(http, most_bytes)
-    except server.BodyTooLarge as error:
-        raise ApiError(413, str(error), code=error.code) from error
-    except ClientDisconnect as error:
-        raise ApiError(499, "the client disconnected", code="client_closed_request") from error
-    except server.BodyBudgetExceeded as error:
-        raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error

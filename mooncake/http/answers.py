@@ -8,7 +8,7 @@ formats exist once. It knows no HTTP framework and no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ from msgspec import UNSET, UnsetType
 
 from mooncake.http.openai import (
     AnswerMessage,
+    AnyRequest,
+    ApiError,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -30,6 +32,30 @@ from mooncake.http.openai import (
     to_event,
 )
 from mooncake.http.worker_stats import ResumedStats
+
+MAX_WHOLE_LOGPROBS = 4 << 20
+"""Most log probabilities in an answer that is not streamed, those of alternatives included: all are in memory
+until the answer ends, some hundred bytes each."""
+
+
+def check_logprobs(request: AnyRequest, rooms: Iterable[int]) -> None:
+    """Check that the log probabilities of an answer that is not streamed may be kept until it ends.
+
+    ``rooms``: the most tokens that the model's context leaves for an answer to each prompt.
+
+    Raises:
+        ApiError: 400.
+    """
+    if request.stream or request.num_logprobs is None:
+        return
+    limit = request.output_limit
+    num_tokens = request.n * sum(room if limit is None else min(limit, room) for room in rooms)
+    if (num_logprobs := num_tokens * (1 + request.num_logprobs)) > MAX_WHOLE_LOGPROBS:
+        message = (
+            f"the answer may have {num_logprobs} log probabilities; allowed: at most {MAX_WHOLE_LOGPROBS} in "
+            "an answer that is not streamed; ask for fewer tokens, answers or alternatives, or for a stream"
+        )
+        raise ApiError(400, message, param="logprobs", code="invalid_value")
 
 
 class AnswerPiece(msgspec.Struct):
@@ -54,8 +80,11 @@ class JoinedPieces:
     length, on an event loop that serves others.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, has_columns: bool = True, has_rows: bool = True) -> None:
+        """``has_columns``, ``has_rows``: whether log probabilities are kept in the form of a text completion,
+        and in that of a chat. The form that will not be written would take as much memory again."""
         self._index = index
+        self._has_columns, self._has_rows = has_columns, has_rows
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: CompletionLogprobs | None = None
@@ -75,11 +104,13 @@ class JoinedPieces:
         if self._logprobs is None:
             self._logprobs = CompletionLogprobs(content=[])
         joined = self._logprobs
-        joined.text_offset.extend(later.text_offset)
-        joined.token_logprobs.extend(later.token_logprobs)
-        joined.tokens.extend(later.tokens)
-        joined.top_logprobs.extend(later.top_logprobs)
-        _rows(joined).extend(_rows(later))
+        if self._has_columns:
+            joined.text_offset.extend(later.text_offset)
+            joined.token_logprobs.extend(later.token_logprobs)
+            joined.tokens.extend(later.tokens)
+            joined.top_logprobs.extend(later.top_logprobs)
+        if self._has_rows:
+            _rows(joined).extend(_rows(later))
 
     def whole(self) -> AnswerPiece:
         """The choice so far, as one piece."""
@@ -101,6 +132,10 @@ class CompletionWriter:
         self._created = created
         self._model = model
         self._with_token_ids = with_token_ids
+
+    def joined(self, index: int) -> JoinedPieces:
+        """What joins the pieces of a choice for ``whole``."""
+        return JoinedPieces(index, has_rows=self._with_token_ids)
 
     def opening(self, num_choices: int) -> bytes:
         """The first bytes of a stream: none."""
@@ -162,6 +197,9 @@ class ChatWriter:
         self._created = created
         self._model = model
         self._with_token_ids = with_token_ids
+
+    def joined(self, index: int) -> JoinedPieces:
+        return JoinedPieces(index, has_columns=False)
 
     def opening(self, num_choices: int) -> bytes:
         """The first events of a stream: the role of every choice."""

@@ -142,8 +142,18 @@ _FORM_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data", "text
 _SENT_BY_BROWSERS = ("origin", "sec-fetch-site")
 
 
+SHOWN_CHARS = 80
+"""Most characters of a client's value that an error repeats."""
+
+
+def internal_error(server: str) -> ApiError:
+    """Error for a fault of the program."""
+    return ApiError(500, f"the {server} failed; its log has the traceback", code="internal_error")
+
+
 def model_not_found(model: str, served: str) -> ApiError:
-    message = f"the model {model!r} does not exist here; this server serves {served!r}"
+    shown = repr(model[:SHOWN_CHARS])
+    message = f"the model {shown} does not exist here; this server serves {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -412,6 +422,11 @@ class CompletionRequest(_GenerationRequest):
     def output_limit(self) -> int | None:
         return 16 if self.max_tokens is None else self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives to each token; None when no log probabilities are wanted."""
+        return self.logprobs
+
 
 def _are_token_ids(prompt: list[Any]) -> bool:
     return all(type(token) is int and 0 <= token < 2**32 for token in prompt)
@@ -545,6 +560,11 @@ class ChatCompletionRequest(_GenerationRequest):
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in ``CompletionRequest``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 AnyRequest = CompletionRequest | ChatCompletionRequest

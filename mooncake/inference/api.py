@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Annotated, Any
@@ -19,17 +20,21 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from msgspec import Meta
 from prometheus_client import Counter, Gauge
+from starlette.exceptions import HTTPException
 
 import mooncake
 from mooncake import clock, metrics, tracing
 from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument, MooncakeError
-from mooncake.http import large_json, server
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, JoinedPieces
+from mooncake.http import large_json
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, check_logprobs
+from mooncake.http.api_requests import not_served, read_body, tokenize
 from mooncake.http.latency import e2e_seconds, itl_seconds, ttft_seconds
 from mooncake.http.openai import (
+    SHOWN_CHARS,
     STREAM_END,
     WEIGHTS_REPLACED,
+    AnyRequest,
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,7 +45,7 @@ from mooncake.http.openai import (
     RequestT,
     Usage,
     check_content_type,
-    context_length_exceeded,
+    internal_error,
     model_not_found,
     parse_request,
     to_json,
@@ -56,8 +61,6 @@ from mooncake.rpc.client import split_address
 from mooncake.types import WorkerRole
 
 log = get_logger(__name__)
-
-AnyRequest = CompletionRequest | ChatCompletionRequest
 
 MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens as numbers has 8 MiB, and a request may carry several."""
@@ -154,15 +157,25 @@ def create_app(api: Api) -> FastAPI:
             shown.retry_after_s = api.next_place_s
         return _json(shown.body(), shown.status, shown.headers())
 
+    @app.exception_handler(HTTPException)
+    async def _not_served(request: Request, error: HTTPException) -> Response:
+        return _json(not_served(request, error).body(), error.status_code, dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def _broken(request: Request, error: Exception) -> Response:
+        return _json(internal_error("worker").body(), 500)  # Starlette logs the traceback after this
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Complete one or more prompts; the gateway's requests carry which part this worker computes."""
-        return await _answer(api, request, await _parsed(CompletionRequest, request))
+        began = clock.monotonic()
+        return await _answer(api, request, await _parsed(CompletionRequest, request), began)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answer a chat; the gateway's requests carry which part of it this worker computes."""
-        return await _answer(api, request, await _parsed(ChatCompletionRequest, request))
+        began = clock.monotonic()
+        return await _answer(api, request, await _parsed(ChatCompletionRequest, request), began)
 
     @app.post("/v1/kv/hand_over")
     async def hand_over(request: Request) -> Response:
@@ -239,14 +252,15 @@ def _hand_over(api: Api, body: bytes) -> bytes:
     return msgspec.json.encode({"status": "leaving", "push_port": api.push_port})
 
 
-async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
+async def _answer(api: Api, http: Request, api_request: AnyRequest, began: float) -> Response:
     if api_request.model is not None and api_request.model != api.model:
         raise model_not_found(api_request.model, api.model)
     num_prompts = len(api_request.prompts) if isinstance(api_request, CompletionRequest) else 1
     if (num_sequences := num_prompts * api_request.n) > MAX_SEQUENCES:
         message = f"the request asks for {num_sequences} answers; allowed: at most {MAX_SEQUENCES}"
         raise ApiError(400, message, param="prompt" if num_prompts > 1 else "n", code="invalid_value")
-    prompts = await asyncio.to_thread(_prompts_of, api, api_request)
+    prompts = await tokenize(api.generator.tokenizer, api_request, api.max_model_len)
+    check_logprobs(api_request, (api.max_model_len - len(prompt) for prompt in prompts))
     answer_id = http.headers.get("x-request-id") or uuid.uuid4().hex
     prefix = "chatcmpl" if isinstance(api_request, ChatCompletionRequest) else "cmpl"
     # One for all: those that wait for their turn must not be computed by weights that came meanwhile.
@@ -260,7 +274,7 @@ async def _answer(api: Api, http: Request, api_request: AnyRequest) -> Response:
     ]
     if (scope := tracing.current()) is not None:
         trace_requests(scope, _name_of(api_request), requests, api.generator.engine.runner.layout)
-    answer = _Answer(api, api_request, requests, f"{prefix}-{answer_id}")
+    answer = _Answer(api, api_request, requests, f"{prefix}-{answer_id}", began)
     if not api_request.stream:
         return _json(to_json(await _unless_disconnected(http, answer.whole())))
     # The first piece is awaited here, so that a refusal still has a status of its own.
@@ -280,8 +294,14 @@ class _Answer:
     """One HTTP answer: one or more sequences, written whole or as a stream."""
 
     def __init__(
-        self, api: Api, api_request: AnyRequest, requests: Sequence[EngineRequest], answer_id: str
+        self,
+        api: Api,
+        api_request: AnyRequest,
+        requests: Sequence[EngineRequest],
+        answer_id: str,
+        began: float,
     ) -> None:
+        """``began``: when the HTTP request arrived, before it was parsed and its prompts tokenized."""
         self._api = api
         self._api_request = api_request
         self._requests = requests
@@ -290,7 +310,7 @@ class _Answer:
         self._at_once = asyncio.Semaphore(api.generator.engine.scheduler.settings.max_running)
         writer = ChatWriter if isinstance(api_request, ChatCompletionRequest) else CompletionWriter
         self._writer = writer(answer_id, int(clock.wall()), api.model, api_request.return_token_ids)
-        self._began = clock.monotonic()
+        self._began = began
         self._end = "aborted"
         """How the answer ends: so, unless something else has happened before the client leaves."""
         self._text_offset = _transfer_count(api_request, "output_text_offset")
@@ -298,7 +318,7 @@ class _Answer:
         self._move_id = _text_of(api_request, "move_id", MAX_TRANSFER_ID_CHARS)
 
     async def whole(self) -> Any:
-        joined = [JoinedPieces(index) for index in range(len(self._requests))]
+        joined = [self._writer.joined(index) for index in range(len(self._requests))]
 
         async def collect(index: int) -> None:
             async for piece in self._pieces(index):
@@ -419,29 +439,6 @@ class _Answer:
                 external_hits.inc(counts.num_cached_tokens - counts.num_local_tokens)
 
 
-def _prompts_of(api: Api, api_request: AnyRequest) -> list[list[int]]:
-    """Token ids of each prompt. Runs in a thread: a long prompt takes a while to tokenize."""
-    tokenizer = api.generator.tokenizer
-    if isinstance(api_request, ChatCompletionRequest):
-        prompts = [
-            tokenizer.chat(
-                [message.for_template() for message in api_request.messages],
-                api_request.add_generation_prompt,
-                continue_final_message=api_request.continue_final_message,
-                variables=api_request.chat_template_kwargs,
-            )
-        ]
-    else:
-        prompts = [tokenizer.encode(one) if isinstance(one, str) else one for one in api_request.prompts]
-    param = "messages" if isinstance(api_request, ChatCompletionRequest) else "prompt"
-    for prompt in prompts:
-        if len(prompt) >= api.max_model_len:
-            raise context_length_exceeded(len(prompt), api.max_model_len, param)
-        if not prompt:
-            raise ApiError(400, f"{param} has no tokens", param=param, code="invalid_value")
-    return prompts
-
-
 def _engine_request(
     api: Api,
     api_request: AnyRequest,
@@ -451,10 +448,6 @@ def _engine_request(
     weights: AnswerWeights,
 ) -> EngineRequest:
     num_prior = _transfer_count(api_request, "num_output_tokens")
-    if isinstance(api_request, ChatCompletionRequest):
-        logprobs = (api_request.top_logprobs or 0) if api_request.logprobs else None
-    else:
-        logprobs = api_request.logprobs
     room = api.max_model_len - len(prompt) + num_prior
     push_source, push_id = _push_of(api, api_request)
     try:
@@ -470,7 +463,7 @@ def _engine_request(
             include_stop_str_in_output=api_request.include_stop_str_in_output,
             skip_special_tokens=api_request.skip_special_tokens,
             ignore_eos=api_request.ignore_eos,
-            logprobs=logprobs,
+            logprobs=api_request.num_logprobs,
         )
         return EngineRequest(
             request_id,
@@ -500,7 +493,7 @@ def _push_of(api: Api, api_request: AnyRequest) -> tuple[PushSource | None, str]
         return None, ""
     if not isinstance(transfer_id, str) or len(transfer_id) > MAX_TRANSFER_ID_CHARS:
         allowed = f"up to {MAX_TRANSFER_ID_CHARS} characters"
-        message = f"kv_transfer_params.transfer_id is {str(transfer_id)[:80]!r}; allowed: {allowed}"
+        message = f"kv_transfer_params.transfer_id is {str(transfer_id)[:SHOWN_CHARS]!r}; allowed: {allowed}"
         raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
     if _is_prefill(api_request):
         return None, transfer_id
@@ -529,7 +522,8 @@ def _name_of(api_request: AnyRequest) -> str:
 def _transfer_count(api_request: AnyRequest, name: str) -> int:
     value = (api_request.kv_transfer_params or {}).get(name) or 0
     if not isinstance(value, int) or value < 0:
-        message = f"kv_transfer_params.{name} is {value!r}; allowed: a count of 0 or more"
+        shown = repr(value)[:SHOWN_CHARS]
+        message = f"kv_transfer_params.{name} is {shown}; allowed: a count of 0 or more"
         raise ApiError(400, message, param="kv_transfer_params", code="invalid_value")
     return value
 
@@ -566,9 +560,7 @@ def _as_api_error(error: BaseException) -> ApiError:
         status = 409 if error.code == WEIGHTS_REPLACED else 500
         return ApiError(status, str(error), code=error.code)
     log.error("answer_failed", error=repr(error))
-    return ApiError(
-        500, "the worker failed while answering; its log has the traceback", code="internal_error"
-    )
+    return internal_error("worker")
 
 
 async def _unless_disconnected(http: Request, answer: Any) -> Any:
@@ -593,20 +585,12 @@ async def _disconnected(http: Request) -> None:
 
 async def _body(http: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
     check_content_type(http.headers)
-    try:
-        return await server.read_body(http, most_bytes)
-    except server.BodyTooLarge as error:
-        raise ApiError(413, str(error), code=error.code) from error
-    except server.BodyBudgetExceeded as error:
-        raise ApiError(503, str(error), code=error.code, retry_after_s=1.0) from error
+    return await read_body(http, most_bytes)
 
 
 async def _parsed(shape: type[RequestT], http: Request) -> RequestT:
     """The decoded request; a large body is decoded in a thread."""
-    body = await _body(http)
-    if len(body) <= large_json.LARGE_BYTES:
-        return parse_request(shape, body)
-    return await asyncio.to_thread(parse_request, shape, body)
+    return await large_json.decoded(await _body(http), functools.partial(parse_request, shape))
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -30,8 +30,8 @@ from mooncake import clock
 from mooncake.connectors.store_link import StoreLink
 from mooncake.errors import DeadlineExceeded, InvalidArgument, ModelError, Refusal
 from mooncake.http import large_json
+from mooncake.http.api_requests import read_body
 from mooncake.http.openai import WEIGHTS_REPLACED, ApiError
-from mooncake.http.server import read_body
 from mooncake.inference.engine import Engine
 from mooncake.inference.model import Decoder
 from mooncake.inference.push_link import PushLink

@@ -14,7 +14,6 @@ import pytest
 from fastapi import Request
 
 from mooncake.conductor.messages import Place
-from mooncake.gateway import request_parsing
 from mooncake.gateway.clients import ClientEntry, Clients
 from mooncake.gateway.metrics import Slo
 from mooncake.gateway.request_parsing import (
@@ -26,7 +25,7 @@ from mooncake.gateway.request_parsing import (
     session_of,
     slo_of,
 )
-from mooncake.http import large_json
+from mooncake.http import answers, api_requests, large_json
 from mooncake.http.openai import MAX_PRIORITY
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import Stack, running
@@ -74,7 +73,7 @@ async def test_a_long_tool_call_is_not_tokenized_on_the_event_loop(
         return [10, 11]
 
     monkeypatch.setattr(tokenizer, "chat", chat)
-    for size in (10, request_parsing.INLINE_CHARS):
+    for size in (10, api_requests.INLINE_CHARS):
         function = {"name": "f", "arguments": "x" * size}
         message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
         status, _, _ = await stack.post(CHAT, {"messages": [message], "max_tokens": 1})
@@ -93,8 +92,8 @@ async def test_a_long_tool_call_is_not_tokenized_on_the_event_loop(
 async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_needed(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_parsing, "LARGE_CHARS", 100)
-    monkeypatch.setattr(request_parsing, "PIECE_CHARS", 400)
+    monkeypatch.setattr(api_requests, "LARGE_CHARS", 100)
+    monkeypatch.setattr(api_requests, "PIECE_CHARS", 400)
     tokenizer = stack.gateway.tokenizer
     assert tokenizer is not None
     seen: list[int] = []
@@ -108,6 +107,19 @@ async def test_a_prompt_that_likely_does_not_fit_is_counted_no_further_than_need
     status, answer, _ = await stack.post(TEXT, {"prompt": "w20 " * 3000})
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert seen == [400], "one piece has as many tokens as fit"
+
+
+async def test_log_probabilities_of_a_whole_answer_are_bounded(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are in the gateway's memory until it ends; a stream is passed on as it arrives."""
+    monkeypatch.setattr(answers, "MAX_WHOLE_LOGPROBS", 2 * 2 * 5 * 3)
+    body = {"prompt": ["w20", "w21"], "n": 2, "max_tokens": 5, "logprobs": 2}
+    assert (await stack.post(TEXT, body))[0] == 200
+    status, answer, _ = await stack.post(TEXT, {**body, "max_tokens": 6})
+    assert (status, answer["error"]["param"]) == (400, "logprobs")
+    assert "may have 72 log probabilities" in answer["error"]["message"]
+    assert stack.gateway.limiter.num_in_flight == 0
 
 
 @pytest.mark.parametrize("priority", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, 10**18])

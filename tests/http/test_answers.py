@@ -8,10 +8,36 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, JoinedPieces, chat_logprobs
-from mooncake.http.openai import CompletionLogprobs, TokenLogprob, TopLogprob, Usage
+from mooncake.http.answers import (
+    AnswerPiece,
+    ChatWriter,
+    CompletionWriter,
+    JoinedPieces,
+    chat_logprobs,
+    check_logprobs,
+)
+from mooncake.http.openai import (
+    AnyRequest,
+    ApiError,
+    ChatCompletionRequest,
+    CompletionLogprobs,
+    CompletionRequest,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+    parse_request,
+)
 
+HELLO = [{"role": "user", "content": "hello"}]
 USAGE = Usage.of(10, 3, 4)
+HALVES = [TopLogprob("\ufffd", -0.25, [0xC3]), TopLogprob("\ufffd", -2.0, [0xA9])]
+COLUMNS = CompletionLogprobs(
+    [0],
+    [-0.25],
+    ["\ufffd"],
+    [{"\ufffd": -0.25, "token_id:9": -2.0}],
+    [TokenLogprob("\ufffd", -0.25, [0xC3], HALVES)],
+)
 
 
 def event(data: bytes) -> Any:
@@ -74,6 +100,50 @@ def test_a_piece_costs_no_copy_of_those_before_it() -> None:
     assert (whole.text, whole.token_ids) == ("a" * 100, [*range(100)])
 
 
+@pytest.mark.parametrize("writer", [CompletionWriter, ChatWriter])
+@pytest.mark.parametrize("with_token_ids", [False, True])
+def test_log_probabilities_that_will_not_be_written_are_not_kept(
+    writer: type[CompletionWriter | ChatWriter], with_token_ids: bool
+) -> None:
+    written = writer("a-1", 123, "m", with_token_ids)
+    joined, with_all = written.joined(2), JoinedPieces(2)
+    for one in (joined, with_all):
+        for number in range(3):
+            one.add(AnswerPiece(2, "Ã", [number], COLUMNS))
+    assert body(written.whole([joined.whole()], USAGE)) == body(written.whole([with_all.whole()], USAGE))
+    logprobs = joined.whole().logprobs
+    assert logprobs is not None and logprobs.content is not msgspec.UNSET
+    kept = (len(logprobs.top_logprobs), len(logprobs.content))
+    assert kept == ((0, 3) if writer is ChatWriter else (3, 3 * with_token_ids))
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_logprobs"),
+    [
+        ({"prompt": "a", "logprobs": 20, "n": 2, "max_tokens": 7}, 2 * 7 * 21 * 3),
+        ({"prompt": "a", "logprobs": 0, "max_tokens": 10**9}, 1000 + 10 + 500),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 4}, (1000 + 10 + 500) * 5),
+        ({"messages": HELLO, "logprobs": True, "max_completion_tokens": 20}, 20 + 10 + 20),
+        ({"messages": HELLO, "n": 128}, 0),
+        ({"prompt": "a", "logprobs": 20, "n": 2, "stream": True}, 0),
+    ],
+)
+def test_log_probabilities_of_a_whole_answer_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], num_logprobs: int
+) -> None:
+    request: AnyRequest
+    if "prompt" in fields:
+        request = parse_request(CompletionRequest, json.dumps(fields).encode())
+    else:
+        request = parse_request(ChatCompletionRequest, json.dumps(fields).encode())
+    monkeypatch.setattr("mooncake.http.answers.MAX_WHOLE_LOGPROBS", num_logprobs)
+    check_logprobs(request, (1000, 10, 500))
+    if num_logprobs:
+        monkeypatch.setattr("mooncake.http.answers.MAX_WHOLE_LOGPROBS", num_logprobs - 1)
+        with pytest.raises(ApiError, match=f"may have {num_logprobs} log probabilities"):
+            check_logprobs(request, (1000, 10, 500))
+
+
 @pytest.mark.parametrize("with_token_ids", [False, True])
 def test_a_text_completion_whole_and_in_chunks(with_token_ids: bool) -> None:
     writer = CompletionWriter("cmpl-1", 123, "m", with_token_ids)
@@ -112,16 +182,6 @@ def test_a_whole_chat() -> None:
     assert whole["object"] == "chat.completion"
     assert whole["choices"][0]["message"] == {"content": "Paris", "role": "assistant", "refusal": None}
     assert "kv_transfer_params" not in whole
-
-
-HALVES = [TopLogprob("\ufffd", -0.25, [0xC3]), TopLogprob("\ufffd", -2.0, [0xA9])]
-COLUMNS = CompletionLogprobs(
-    [0],
-    [-0.25],
-    ["\ufffd"],
-    [{"\ufffd": -0.25, "token_id:9": -2.0}],
-    [TokenLogprob("\ufffd", -0.25, [0xC3], HALVES)],
-)
 
 
 def test_logprobs_of_a_chat_are_rows_with_every_alternative() -> None:

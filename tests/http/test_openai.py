@@ -291,6 +291,7 @@ def test_an_error_is_an_openai_error_object() -> None:
     assert detail["param"] == "messages"
     assert "9000" in detail["message"] and "8192" in detail["message"]
     assert ApiError(429, "full", retry_after_s=1.2).headers() == {"Retry-After": "2"}
+    assert len(openai.model_not_found("x" * 10**6, "m").body()) < 300
 
 
 def test_answers_leave_out_what_was_not_asked_for() -> None:

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mooncake import clock
 from mooncake.connectors.kv_link import PushSource
+from mooncake.http.latency import e2e_seconds, ttft_seconds
 from mooncake.http.openai import ApiError, CompletionRequest, KvEventSource, parse_request
 from mooncake.http.server import HttpServer, listen
 from mooncake.inference.api import Api, _push_of, create_app, external_queries, requests_total
@@ -416,6 +418,86 @@ async def test_bad_requests_are_named(
     if param is not None:
         assert error["param"] == param
     assert (await client.post(TEXT, greedy(max_tokens=1)))["choices"]
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_a_prompt_that_cannot_fit_is_never_tokenized(
+    client: Client, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    tokenizer = client.generator.tokenizer
+    text = "a" * (client.generator.engine.scheduler.max_total_tokens * tokenizer.longest_token_chars)
+
+    def encode(*arguments: Any, **more: Any) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    for name in ("encode", "chat"):
+        monkeypatch.setattr(tokenizer, name, encode)
+    body = {"prompt": text} if path == TEXT else {"messages": [{"role": "user", "content": text}]}
+    error = (await client.post(path, body, 400))["error"]
+    assert error["code"] == "context_length_exceeded" and "at least" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "x" * 300_000},
+        {"kv_transfer_params": {"turn": "x" * 300_000}},
+        {"kv_transfer_params": {"turn": ["x"] * 300_000}},
+    ],
+    ids=["model", "text", "list"],
+)
+async def test_an_error_repeats_a_part_of_a_long_value(client: Client, more: dict[str, Any]) -> None:
+    async with client.http.post(client.url + TEXT, json=greedy(**more)) as answer:
+        assert answer.status in (400, 404) and len(await answer.read()) < 400
+
+
+async def test_log_probabilities_of_a_whole_answer_are_bounded(client: Client) -> None:
+    """All are in memory until it ends."""
+    body = {"prompt": [[5]] * 32, "n": 128, "max_tokens": 100, "logprobs": 20}
+    error = (await client.post(TEXT, body, 400))["error"]
+    assert error["param"] == "logprobs" and "may have 8601600 log probabilities" in error["message"]
+
+
+async def test_the_time_to_the_first_token_includes_the_work_before_the_engine(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elapsed_s = 0.0
+    tokenizer = client.generator.tokenizer
+    encode = tokenizer.encode
+
+    def slow(text: str) -> list[int]:
+        nonlocal elapsed_s
+        elapsed_s += 3.0
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    fake_clock = SimpleNamespace(monotonic=lambda: elapsed_s, wall=clock.wall)
+    monkeypatch.setattr("mooncake.inference.api.clock", fake_clock)
+    before = [one._sum.get() for one in (ttft_seconds, e2e_seconds)]
+    await client.post(TEXT, {"prompt": "ab", "max_tokens": 1})
+    after = [one._sum.get() for one in (ttft_seconds, e2e_seconds)]
+    assert [round(now - then, 6) for now, then in zip(after, before, strict=True)] == [3.0, 3.0]
+
+
+async def test_what_is_not_served_has_an_openai_error(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(method: str, path: str, status: int) -> tuple[Any, Any]:
+        async with client.http.request(method, client.url + path) as answer:
+            assert answer.status == status
+            return (await answer.json())["error"], answer.headers
+
+    error, _ = await refused("GET", "/v1/nothing", 404)
+    assert (error["type"], error["message"]) == ("not_found_error", "GET /v1/nothing: Not Found")
+    error, headers = await refused("GET", TEXT, 405)
+    assert error["type"] == "invalid_request_error" and headers["Allow"] == "POST"
+
+    def broken() -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(client.generator.engine, "stats", broken)
+    error, _ = await refused("GET", "/health", 500)
+    assert error["code"] == "internal_error" and "purpose" not in error["message"]
 
 
 async def test_a_client_that_disconnects_aborts_its_request(client: Client) -> None:

@@ -23,7 +23,12 @@ from mooncake.inference.api import Api, create_app
 from mooncake.inference.engine import Engine, InferenceSettings
 from mooncake.inference.generator import Generator
 from mooncake.inference.runner import TorchRunner, new_pool
-from mooncake.inference.weight_versions import LoadedWeights, WeightVersions, add_weight_routes
+from mooncake.inference.weight_versions import (
+    MAX_BODY_BYTES,
+    LoadedWeights,
+    WeightVersions,
+    add_weight_routes,
+)
 from mooncake.inference.weights import load_model, weights_digest
 from mooncake.kvlayout import KvIdentity
 from mooncake.security.http_auth import AdminKey
@@ -322,6 +327,8 @@ async def test_who_may_replace_weights_and_with_what(llama: Reference, tmp_path:
         await worker.command("prepare", {"path": 1}, status=400)
         await worker.command("flip", {"mode": "later"}, status=400)
         await worker.command("flip", status=400)
+        error = (await worker.command("prepare", {"path": "x" * MAX_BODY_BYTES}, status=413))["error"]
+        assert isinstance(error, dict) and error["code"] == "body_too_large"
         with pytest.raises(InvalidArgument):
             await worker.versions.rollback()
         await worker.command("prepare", {"path": str(tmp_path / "absent")}, status=400)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts become tokens where their length allows it, each on the thread that their length calls for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from mooncake.http import api_requests
+from mooncake.http.api_requests import tokenize
+from mooncake.http.openai import ApiError, CompletionRequest, parse_request
+
+
+class CharTokenizer:
+    """A token for each character; it keeps the threads in which it has worked."""
+
+    longest_token_chars = 4
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread().name)
+        return [ord(character) for character in text]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def completion(prompt: object) -> CompletionRequest:
+    return parse_request(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+
+
+async def test_a_long_text_waits_for_the_thread_of_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many at once would take as many threads and as much memory."""
+    monkeypatch.setattr(api_requests, "INLINE_CHARS", 10)
+    monkeypatch.setattr(api_requests, "LARGE_CHARS", 100)
+    tokenizer = CharTokenizer()
+    for text in ("ab", "ab" * 10, "ab" * 100):
+        assert await tokenize(tokenizer, completion(text), 1000) == [[ord(one) for one in text]]
+    here, other, large = tokenizer.threads
+    assert here == threading.current_thread().name and other.startswith("asyncio")
+    assert large.startswith("large-requests")
+
+
+@pytest.mark.parametrize("prompt", ["ab" * 200, ["ab", "ab" * 200], [7] * 100, [[7], [7] * 100]])
+async def test_what_can_not_fit_is_not_tokenized(prompt: object) -> None:
+    tokenizer = CharTokenizer()
+    with pytest.raises(ApiError) as refused:
+        await tokenize(tokenizer, completion(prompt), 100)
+    assert (refused.value.status, refused.value.detail.code) == (400, "context_length_exceeded")
+    assert not tokenizer.threads
+
+
+async def test_what_has_too_many_tokens_is_refused() -> None:
+    assert await tokenize(CharTokenizer(), completion("a" * 99), 100)
+    with pytest.raises(ApiError, match="the prompt has 100 tokens"):
+        await tokenize(CharTokenizer(), completion("a" * 100), 100)
