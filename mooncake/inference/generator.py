@@ -26,6 +26,10 @@ MAX_UNREAD_OUTPUTS = 4096
 """Limit of one request's outputs that wait for their reader; beyond it the request is aborted."""
 
 
+INLINE_PRIOR_TOKENS = 256
+"""Longer beginnings of an answer, from another worker, become text in a thread and not on the event loop."""
+
+
 class GenerationFailed(MooncakeError):
     """The engine ended the request with an error while it computed it; ``code`` is its kind."""
 
@@ -102,7 +106,10 @@ class Generator:
         outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         counts.num_prompt_tokens = request.num_prompt_tokens - request.num_prior_output_tokens
         counts.num_output_tokens = request.num_prior_output_tokens
-        text = _Text(self.tokenizer, request, text_offset)
+        if request.num_prior_output_tokens > INLINE_PRIOR_TOKENS:
+            text = await asyncio.to_thread(_Text, self.tokenizer, request, text_offset)
+        else:
+            text = _Text(self.tokenizer, request, text_offset)
         self._waiting[request.id] = outputs
         ended, is_first = False, True
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mooncake.errors import InvalidArgument, ModelError
+from mooncake.http.api_requests import PromptTokenizer
 from mooncake.log import get_logger
 
 log = get_logger(__name__)
@@ -29,6 +30,9 @@ UNKNOWN_CHARS = 256
 
 CONTEXT_TOKENS = 5
 """Tokens of a prompt that its answer is decoded with: enough for the bytes of a character and one before."""
+
+MAX_UNREAD_TOKENS = 32
+"""Tokens behind the last whole character beyond which replacements are emitted as text."""
 
 _MARKED_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabularies of SentencePiece."""
@@ -54,25 +58,10 @@ def stay_offline() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-class AnyTokenizer(Protocol):
+class AnyTokenizer(PromptTokenizer, Protocol):
     """Interface of ``Tokenizer`` and of the tokenizer of an engine without a model."""
 
-    longest_token_chars: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-
     def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def text_of(self, token_ids: Sequence[int]) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -198,28 +187,78 @@ class Detokenizer:
         """Leading tokens of the window whose text has been emitted."""
         self._read_text = ""
         """Their text."""
-        for token_id in before:
+        self._text_before = ""
+        """Until the first text is returned: text of the window with the tokens of ``before`` alone."""
+        for token_id in before[_first_whole(decode, before) :]:
             self.feed(token_id)
-        self._has_fed = False
+        self._text_before = decode(self._window)
 
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes: often a word, sometimes empty."""
-        self._has_fed = True
         self._window.append(token_id)
         text = self._decode(self._window)
-        fresh = text[len(self._read_text) :]
-        if not fresh or fresh.endswith(REPLACEMENT):
+        if text == self._read_text:
+            # It has no text, as special tokens, whose number would make each later token slow; or it is a
+            # space at the beginning, which the next token shows.
+            if text or not self._decode([token_id, token_id]):
+                self._window.pop()
             return ""
-        self._window = self._window[self._num_read :]
-        self._num_read = len(self._window)
-        self._read_text = self._decode(self._window)
-        return fresh
+        num_held = 0
+        if text.endswith(REPLACEMENT):
+            if len(self._window) - self._num_read <= MAX_UNREAD_TOKENS:
+                return ""
+            num_held = self._num_to_hold(text)
+        return self._emitted(num_held)
 
     def finish(self) -> str:
         """The remaining text at the end; bytes of an incomplete character appear as replacements."""
-        text = self._decode(self._window)[len(self._read_text) :] if self._has_fed else ""
-        self._window, self._num_read, self._read_text = [], 0, ""
+        text = self._fresh(self._decode(self._window))
+        self._window, self._num_read = [], 0
+        self._read_text = self._text_before = ""
         return text
+
+    def _emitted(self, num_held: int) -> str:
+        """The new text of the window without its last tokens, which are held back for the next ones."""
+        end = len(self._window) - num_held
+        fresh = self._fresh(self._decode(self._window[:end]))
+        self._window, self._num_read = self._window[self._num_read :], end - self._num_read
+        self._read_text = self._decode(self._window[: self._num_read])
+        self._text_before = ""
+        return fresh
+
+    def _fresh(self, text: str) -> str:
+        """The part of ``text`` that was not emitted, and is not the text of ``before``."""
+        num_before = 0
+        for character, before in zip(text, self._text_before, strict=False):
+            if character != before:
+                break
+            num_before += 1
+        return text[max(len(self._read_text), num_before) :]
+
+    def _num_to_hold(self, text: str) -> int:
+        """Number of the window's last tokens that may become a character with the next ones; 0 if not found.
+
+        A character has at most four bytes, so at least the last three. With more of them than one character
+        has, others are not cut in two: the parts are decoded as they are together.
+        """
+        window, decode = self._window, self._decode
+        for number in range(3, 7):
+            if decode(window[:-number]) + decode(window[-number:]) == text:
+                return number
+        return 0
+
+
+def _first_whole(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> int:
+    """Index of the first token with which a character begins, or 0.
+
+    The bytes of a character's rest are decoded as replacements, by some decoders with all bytes behind them.
+    """
+    for first in range(len(tokens)):
+        for end in range(len(tokens), first, -1):
+            text = decode(tokens[first:end])
+            if text and not text.startswith(REPLACEMENT):
+                return first
+    return 0
 
 
 class StopMatcher:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import tokenizers
 import transformers
 
 from mooncake.http.answers import AnswerPiece, JoinedPieces
-from mooncake.inference.engine import Output
-from mooncake.inference.generator import _Text
+from mooncake.inference.engine import Engine, InferenceSettings, Output
+from mooncake.inference.fake_engine import ByteTokenizer, FakeEngineSettings, FakeRunner
+from mooncake.inference.generator import INLINE_PRIOR_TOKENS, Generator, TokenCounts, _Text
 from mooncake.inference.request import FinishReason, Request, SamplingParams
 from mooncake.inference.scheduler import TokenLogprobs
 from mooncake.inference.tokenizer import Tokenizer
@@ -105,3 +108,28 @@ def test_an_answer_begins_with_the_space_behind_its_prompt(tmp_path: Path) -> No
         assert whole.text[:sent] + rest.text == whole.text
     assert answered(tokenizer, prompt, [2, 3, 4], stop=(" in",)).text == " Paris"
     assert answered(tokenizer, prompt, [2, 3, 4], skip_special_tokens=False).text == whole.text
+
+
+async def test_a_long_beginning_of_an_answer_is_no_work_for_the_event_loop() -> None:
+    threads: list[int] = []
+
+    class Observed(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            threads.append(threading.get_ident())
+            return super().decode(token_ids)
+
+    engine = Engine(InferenceSettings(), FakeRunner(FakeEngineSettings().model()))
+    generator = Generator(engine, Observed(), asyncio.get_running_loop())
+    generator.start()
+    try:
+        num_prior = 4 * INLINE_PRIOR_TOKENS
+        params = SamplingParams(max_tokens=num_prior + 1)
+        request = Request("r", [65] * (num_prior + 1), params, num_prior_output_tokens=num_prior)
+        pieces = [
+            piece async for piece in generator.pieces(request, TokenCounts(), text_offset=num_prior - 2)
+        ]
+    finally:
+        await asyncio.to_thread(generator.stop)
+    assert [len(piece.text) for piece in pieces] == [3], "two characters were held back"
+    assert len(threads) > num_prior
+    assert threads.count(threading.get_ident()) < INLINE_PRIOR_TOKENS

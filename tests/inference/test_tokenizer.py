@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -13,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.errors import InvalidArgument, ModelError
-from mooncake.inference.tokenizer import REPLACEMENT, Detokenizer, StopMatcher, Tokenizer
+from mooncake.inference.tokenizer import (
+    CONTEXT_TOKENS,
+    REPLACEMENT,
+    Detokenizer,
+    StopMatcher,
+    Tokenizer,
+)
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '\n' }}{% endfor %}"
 
@@ -116,6 +123,63 @@ def test_an_answer_keeps_the_space_behind_its_prompt(tmp_path: Path) -> None:
     assert Detokenizer(tokenizer.decode, before=[1, 4]).finish() == "", "the half character is the prompt's"
     special = Detokenizer(tokenizer.decode, before=[1, 0])
     assert special.feed(2) == " Paris", "a special token at the end of a prompt has no text"
+
+
+def test_an_answer_begins_behind_the_last_character_of_its_prompt(tmp_path: Path) -> None:
+    """The last tokens of a prompt may begin within a character, whose bytes this decoder replaces, and with
+    them all bytes behind them."""
+    smile = [f"<0x{byte:02X}>" for byte in "😀".encode()]
+    tokenizer = marked_tokenizer(tmp_path, "▁is", *smile)
+    is_, face = 1, [2, 3, 4, 5]
+
+    def pieces(prompt: list[int], answer: list[int]) -> list[str]:
+        detokenizer = Detokenizer(tokenizer.decode, before=prompt[-CONTEXT_TOKENS:])
+        return [*map(detokenizer.feed, answer), detokenizer.finish()]
+
+    assert pieces([is_, *face, *face], [is_, is_]) == [" is", " is", ""]
+    assert pieces([is_, *face, *face], [*face, is_]) == ["", "", "", "😀", " is", ""]
+    assert pieces([is_, *face, 2], [3, 4, 5, is_]) == ["", "", "😀", " is", ""], "it ends in the answer"
+    assert pieces([is_, *face, 2], [is_]) == [" is", ""], "the byte without a character is the prompt's"
+
+
+CONTINUED = st.text(st.sampled_from("a é😀" + REPLACEMENT), min_size=1, max_size=8)
+
+
+@given(prompt=CONTINUED, answer=CONTINUED)
+@settings(max_examples=200, deadline=None)
+def test_an_answer_has_nothing_of_its_prompt(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+    detokenizer = Detokenizer(tokenizer.decode, before=tokenizer.encode(prompt)[-CONTEXT_TOKENS:])
+    pieces = [detokenizer.feed(token) for token in tokenizer.encode(answer)]
+    assert "".join(pieces) + detokenizer.finish() == answer
+
+
+@pytest.mark.parametrize("before", ["", "a"])
+@pytest.mark.parametrize(
+    ("repeated", "text"), [("<end>", ""), (REPLACEMENT, REPLACEMENT)], ids=["special", "replacement"]
+)
+def test_tokens_without_a_whole_character_do_not_make_later_ones_slow(
+    tokenizer: Tokenizer, before: str, repeated: str, text: str
+) -> None:
+    num_decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return tokenizer.decode(token_ids)
+
+    detokenizer = Detokenizer(decode, before=tokenizer.encode(before))
+    ids = tokenizer.encode(repeated * 2000)
+    pieces = [detokenizer.feed(token) for token in ids]
+    assert num_decoded < 200 * len(ids)
+    assert "".join(pieces) + detokenizer.finish() == text * 2000
+    assert detokenizer.feed(tokenizer.encode("b")[0]) == "b"
+
+
+def test_a_space_at_the_beginning_of_a_text_is_kept(tmp_path: Path) -> None:
+    """This decoder leaves out one space there; a second one is text."""
+    tokenizer = marked_tokenizer(tmp_path, "▁", "▁is")
+    detokenizer = Detokenizer(tokenizer.decode)
+    assert [detokenizer.feed(token) for token in (1, 2)] == ["", " is"]
 
 
 def test_bytes_of_tokens_of_other_tokenizers_are_their_text(tmp_path: Path) -> None:
