@@ -250,6 +250,8 @@ class Stage:
         self._regions = transfer.register_all(self._memory.buffers)
         self._computer = ThreadPoolExecutor(1, "mooncake-stage")
         self._member: StageMembership | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        """The end of the latest membership, which goes on when the request that has begun it is cancelled."""
         self._joining = asyncio.Lock()
         self._is_closing = False
         self._notifications = asyncio.get_running_loop().create_task(self._receive())
@@ -281,23 +283,29 @@ class Stage:
             if self._is_closing:
                 raise PeerLost("the stage is stopping; try again")
             await self._leave(f"group {join.group} has taken its place")
-            model, config = self._model, self._model.config
-            inbox = Ring(self._transfer, join.num_slots, join.max_rows, config.hidden_size, model.dtype)
-            if model.is_last:
-                outbox = Ring(
-                    self._transfer, join.num_slots, join.max_samples, config.vocab_size, torch.float32
-                )
-            else:
-                outbox = Ring(self._transfer, join.num_slots, join.max_rows, config.hidden_size, model.dtype)
-            segment = self._transfer.open(decode_descriptor(join.next_descriptor))
-            leader = self._transfer.open(decode_descriptor(join.leader_descriptor))
-            ahead = NextStage(self._transfer, outbox, segment, join.next_address)
-            member = StageMembership(join, call.connection, inbox, outbox, ahead, leader)
-            self._member = member
+            member = self._member = self._membership(join, call.connection)
             self._spawn(member, self._compute_chunks(member))
             self._spawn(member, self._pass_on(member))
         log.info("group_joined", group=join.group, layers=f"{join.first_layer}-{join.end_layer - 1}")
-        return StageJoined(self._transfer.describe().encode(), inbox.address, self._num_blocks)
+        return StageJoined(self._transfer.describe().encode(), member.inbox.address, self._num_blocks)
+
+    def _membership(self, join: JoinGroup, connection: Connection) -> StageMembership:
+        """The rings of a membership and its ways to other processes; no ring is left when one fails."""
+        model, config = self._model, self._model.config
+        num_slots, max_rows = join.num_slots, join.max_rows
+        with contextlib.ExitStack() as undo:
+            inbox = Ring(self._transfer, num_slots, max_rows, config.hidden_size, model.dtype)
+            undo.callback(inbox.close)
+            if model.is_last:
+                outbox = Ring(self._transfer, num_slots, join.max_samples, config.vocab_size, torch.float32)
+            else:
+                outbox = Ring(self._transfer, num_slots, max_rows, config.hidden_size, model.dtype)
+            undo.callback(outbox.close)
+            segment = self._transfer.open(decode_descriptor(join.next_descriptor))
+            leader = self._transfer.open(decode_descriptor(join.leader_descriptor))
+            ahead = NextStage(self._transfer, outbox, segment, join.next_address)
+            undo.pop_all()
+        return StageMembership(join, connection, inbox, outbox, ahead, leader)
 
     def _check(self, join: JoinGroup) -> None:
         """Raises InvalidArgument when this process can't be that stage."""
@@ -339,9 +347,17 @@ class Stage:
 
     async def _leave(self, reason: str) -> None:
         """Leave the group; afterwards nothing touches the pool or the rings."""
-        member, self._member = self._member, None
-        if member is None:
-            return
+        if self._member is not None:
+            member, self._member = self._member, None
+            self._leaving = asyncio.get_running_loop().create_task(self._end(member, reason))
+        if self._leaving is not None:  # maybe of a caller that was cancelled
+            try:
+                await asyncio.shield(self._leaving)
+            finally:
+                if self._leaving.done():
+                    self._leaving = None
+
+    async def _end(self, member: StageMembership, reason: str) -> None:
         tasks = list(member.tasks)
         for task in tasks:
             task.cancel()
@@ -445,8 +461,12 @@ class Stage:
     async def _report(self, member: StageMembership, number: int, error: str) -> None:
         """Report an error to the group's first stage, which ends the group."""
         message = msgspec.msgpack.encode(ChunkDone(member.join.group, number, [], error[:1000]))
-        with contextlib.suppress(MooncakeError):  # it is gone itself
+        try:
             await asyncio.to_thread(self._transfer.notify, member.leader, CHUNK_DONE, message)
+        except MooncakeError as failed:
+            log.warning("error_not_reported", group=member.join.group, reason=str(failed))
+            if self._member is member:  # its probes, which may still arrive, find that it has left
+                self._farewell("its first stage did not take the report of an error")
 
     # ── blocks of the store ─────────────────────────────────────────────────────────────────────
 

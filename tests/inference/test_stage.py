@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 
-from mooncake.errors import InvalidArgument, MooncakeError, ProtocolError
+from mooncake.errors import DeadlineExceeded, InvalidArgument, MooncakeError, ProtocolError
 from mooncake.inference.pipeline import ChunkRows, layer_ranges
 from mooncake.inference.prefill_group import bubble_seconds
 from mooncake.inference.stage import (
     CHUNK,
+    CHUNK_DONE,
     BlocksMoved,
+    Hop,
     JoinGroup,
     MoveBlocks,
+    Ring,
     Stage,
     StageAlive,
     StageChunk,
@@ -29,6 +33,7 @@ from mooncake.transfer import Notification
 from tests.inference.conftest import Reference, prompt_of
 from tests.inference.groups import HOST, TIMEOUT_S, running_group, running_stage
 from tests.inference.test_engine import LENGTHS, NUM_TOKENS, greedy
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -234,6 +239,83 @@ async def test_a_group_with_other_settings_is_refused(llama: Reference, field: s
         named = "layers" if field == "first_layer" else field
         with pytest.raises(InvalidArgument, match=f"{named} is"):
             await client.call(join_of(stage, **{field: value}), TIMEOUT_S)
+        assert (await client.call(StageProbe(), TIMEOUT_S)).group == ""
+        await client.close()
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[Ring]:
+    """The rings that were closed, in order."""
+    found: list[Ring] = []
+    close = Ring.close
+
+    def noted(ring: Ring) -> None:
+        found.append(ring)
+        close(ring)
+
+    monkeypatch.setattr(Ring, "close", noted)
+    return found
+
+
+async def test_a_group_is_left_whole_when_the_request_for_it_is_cancelled(
+    llama: Reference, closed: list[Ring]
+) -> None:
+    async with running_stage(llama, layer_ranges(3, 2)[1]) as stage:
+        clients = [client_of(stage) for _ in range(3)]
+        await clients[0].call(join_of(stage), TIMEOUT_S)
+        former = stage._member
+        assert former is not None
+        chunk = threading.Event()
+        stage._computer.submit(chunk.wait)
+        try:
+            second = asyncio.create_task(clients[1].call(join_of(stage, group="second"), TIMEOUT_S))
+            await until(lambda: stage._member is None)
+            await clients[1].close()
+            await asyncio.gather(second, return_exceptions=True)
+            await until(lambda: not stage._joining.locked(), "the end of the second join")
+            third = asyncio.create_task(clients[2].call(join_of(stage, group="third"), TIMEOUT_S))
+            await until(lambda: stage._joining.locked() or third.done())
+            assert not third.done() and not closed, "a chunk of the first group is still computed"
+        finally:
+            chunk.set()
+        await third
+        assert closed == [former.inbox, former.outbox]
+        assert (await clients[2].call(StageProbe(), TIMEOUT_S)).group == "third"
+        for client in clients:
+            await client.close()
+
+
+async def test_a_join_that_fails_leaves_no_ring(llama: Reference, closed: list[Ring]) -> None:
+    async with running_stage(llama, layer_ranges(3, 2)[1]) as stage:
+        client = client_of(stage)
+        with pytest.raises(MooncakeError):
+            await client.call(join_of(stage, leader_descriptor=b"none"), TIMEOUT_S)
+        assert len(closed) == 2
+        assert (await client.call(StageProbe(), TIMEOUT_S)).group == ""
+        await client.close()
+
+
+async def test_a_stage_whose_error_can_not_be_reported_leaves_its_group(
+    llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probes of the group's first stage, which uses another connection, then find that it has left."""
+    async with running_stage(llama, layer_ranges(3, 2)[1]) as stage:
+        client = client_of(stage)
+        await client.call(join_of(stage), TIMEOUT_S)
+        member = stage._member
+        assert member is not None
+
+        async def fails(*arguments: Any, **more: Any) -> None:
+            raise DeadlineExceeded("no answer")
+
+        def fails_at_once(*arguments: Any, **more: Any) -> None:
+            raise DeadlineExceeded("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stage._transfer, "write", fails)
+            patch.setattr(stage._transfer, "notify", fails_at_once)
+            member.next.put(Hop(0, 1, CHUNK_DONE, b""))
+            await until(lambda: stage._member is None, "leaving")
         assert (await client.call(StageProbe(), TIMEOUT_S)).group == ""
         await client.close()
 
