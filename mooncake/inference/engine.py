@@ -307,7 +307,10 @@ class Engine:
     # ── from any thread ─────────────────────────────────────────────────────────────────────────
 
     def add(self, request: Request) -> Refusal | None:
-        """Queue a request, or say why not. Raises InvalidArgument for tokens outside the vocabulary."""
+        """Queue a request, or say why not. Raises InvalidArgument for tokens outside the vocabulary.
+
+        A request that is queued is not refused later, so that during a step, which takes what has arrived,
+        more may be queued than ``max_waiting``."""
         vocab_size = self.runner.vocab_size
         stops = request.sampling.stop_token_ids
         for field, token_ids in (("prompt", request.token_ids), ("stop_token_ids", stops)):
@@ -414,7 +417,8 @@ class Engine:
             change = self._change
             aborts, self._aborts = self._aborts, []
             leaving, self._leaving = self._leaving, []
-            held = [r for r in self._inbox if r.id not in aborts] if change is not None else []
+            ending = {*aborts, *(request_id for request_id, _ in leaving)}
+            held = [r for r in self._inbox if r.id not in ending] if change is not None else []
             arrived, self._inbox = [r for r in self._inbox if r not in held], held
             self._has_news = False
         now = self._clock()
@@ -429,8 +433,7 @@ class Engine:
                 continue
             # A change waits until this request has ended, but the answer's other requests may come after it.
             request.weights.digest = self.weights
-            if (refused := self.scheduler.add(request, now)) is not None:
-                outputs.append(self._last(request, FinishReason.ERROR, str(refused)))
+            self.scheduler.accept(request, now)
         for request_id in aborts:
             outputs += self._abort(request_id, now)
         for request_id, transfer_id in leaving:

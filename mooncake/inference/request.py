@@ -235,7 +235,7 @@ class Request:
         """Time of this admission's lookup in the external cache."""
         self.num_local_hit_tokens = 0
         self.num_external_hit_tokens = 0
-        """The same counts at the first token, for usage reports."""
+        """The same counts of the first admission, for usage reports; set at the first token."""
         self.num_preemptions = 0
 
         self.passage: PromptPassage | None = None

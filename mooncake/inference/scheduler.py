@@ -252,14 +252,17 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> Refusal | None:
         """Queue ``request``, or say why not."""
-        if (refused := self.refusal(request)) is not None:
-            return refused
+        if (refused := self.refusal(request)) is None:
+            self.accept(request, now)
+        return refused
+
+    def accept(self, request: Request, now: float) -> None:
+        """Queue a request that ``refusal`` has let pass, whatever waits now."""
         self._num_arrived += 1
         request.sequence = self._num_arrived
         request.timings.arrival = now
         self._enqueue(request)
         self._note(request, now, f"arrived prompt={request.num_prompt_tokens}")
-        return None
 
     def abort(self, request_id: str, now: float) -> Request | None:
         """Forget a request; its blocks are freed except those that a load or save still holds."""
@@ -337,7 +340,7 @@ class Scheduler:
             if request.id in failed_loads:
                 self.load_failed(request.id, now)
                 continue
-            self._loading.pop(request.id, None)
+            self._end_load(request.id)
             request.num_computed_tokens = max(request.num_computed_tokens, chunk.end)
             request.awaits_token = chunk.samples
             self._publish(request)
@@ -714,15 +717,22 @@ class Scheduler:
         request.token_ids.append(token)
         if request.timings.first_token is None:
             request.timings.first_token = now
-            request.num_local_hit_tokens = request.num_local_cached_tokens
-            request.num_external_hit_tokens = request.num_external_cached_tokens
+            self._note_hits(request)
         is_end = token in self.settings.eos_token_ids and not sampling.ignore_eos
         if (is_end or token in sampling.stop_token_ids) and request.num_output_tokens >= sampling.min_tokens:
             request.finish_reason = FinishReason.STOP
         elif request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= self.max_total_tokens:
             request.finish_reason = FinishReason.LENGTH
 
+    def _note_hits(self, request: Request) -> None:
+        """Keep what the first admission has found: a later one finds what the request has computed itself."""
+        if request.num_preemptions == 0:
+            request.num_local_hit_tokens = request.num_local_cached_tokens
+            request.num_external_hit_tokens = request.num_external_cached_tokens
+
     def _preempt(self, request: Request, now: float) -> None:
+        if request.timings.first_token is None:
+            self._note_hits(request)
         self._drop(request)
         request.num_preemptions += 1
         self.num_preemptions += 1

@@ -670,6 +670,52 @@ def test_refusals_are_values(llama: Reference) -> None:
         engine.add(greedy([5, 10**6], name="c"))
 
 
+def test_a_request_that_was_queued_is_not_refused_in_a_step(llama: Reference) -> None:
+    """Others were queued after the step had taken what had arrived, and before that waited for its turn."""
+    engine = make_engine(llama, max_running=1, max_waiting=2)
+    late = ["c", "d"]
+
+    def now() -> float:
+        while late:
+            assert engine.add(greedy(prompt_of(5), 2, late.pop(0))) is None
+        return 0.0
+
+    for name in "ab":
+        assert engine.add(greedy(prompt_of(5), 2, name)) is None
+    engine._clock = now
+    finished = finish(engine, {name: [] for name in "abcd"})
+    assert {output.finish_reason for output in finished.values()} == {FinishReason.LENGTH}
+
+
+def test_a_request_that_waits_for_a_change_may_be_handed_over(llama: Reference) -> None:
+    engine = make_engine(llama)
+
+    class Flip:
+        ends_requests: Refusal | None = None
+        is_applied = False
+
+        def apply(self) -> None:
+            self.is_applied = True
+
+        def ended(self, error: Exception | None) -> None:
+            assert error is None
+
+    engine.add(greedy(prompt_of(20), 6, "old"))
+    engine.step()
+    flip = Flip()
+    engine.change_when_quiet(flip)
+    for name in ("leaving", "staying"):
+        engine.add(greedy(prompt_of(20), 3, name))
+    engine.step()
+    engine.hand_over("leaving", "t")
+    _, outputs = engine.step()
+    reasons = {output.request_id: output.finish_reason for output in outputs}
+    assert reasons == {"leaving": FinishReason.MOVED, "old": None} and not flip.is_applied
+    finished = finish(engine, {"old": [], "staying": []})
+    assert {output.finish_reason for output in finished.values()} == {FinishReason.LENGTH}
+    assert flip.is_applied
+
+
 def test_answer_ends_when_the_whole_pool_is_used(llama: Reference) -> None:
     prompt = prompt_of(2 * BLOCK)
     engine = make_engine(llama, num_blocks=4)

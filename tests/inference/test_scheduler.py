@@ -106,6 +106,20 @@ def test_last_in_rank_is_preempted_and_comes_back() -> None:
     assert any("preempted" in line for line in scheduler.story("2"))
 
 
+def test_what_a_preempted_prompt_has_computed_itself_is_not_reported_as_cached() -> None:
+    scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=15, max_batch_tokens=5, max_running=4))
+    for name in "12":
+        scheduler.add(request_of(name, 3, 20), 0.0)
+    for _ in range(3):
+        run_step(scheduler)
+    request = request_of("3", 28, 2)
+    scheduler.add(request, 0.0)
+    while request.state is not RequestState.FINISHED:
+        run_step(scheduler)
+    assert request.num_preemptions and any("admitted local=8" in line for line in scheduler.story("3"))
+    assert (request.num_local_hit_tokens, request.num_external_hit_tokens) == (0, 0)
+
+
 def test_what_never_fits_is_refused_with_a_reason() -> None:
     scheduler = Scheduler(dataclasses.replace(SETTINGS, num_blocks=3, max_waiting=1))
     refused = scheduler.add(request_of("1", 9), 0.0)
@@ -198,6 +212,20 @@ def test_a_request_that_is_alone_runs_while_its_layers_arrive() -> None:
     step = run_step(scheduler)
     assert shape(step) == [("1", 8, 2)] and step.chunks[0].has_load and step.awaits_layers
     assert not run_step(scheduler).awaits_layers, "the load has ended with the step"
+    scheduler.release(block_ids)
+    scheduler.check()
+
+
+def test_in_a_pipeline_a_load_ends_with_the_step_that_has_waited_for_its_layers() -> None:
+    scheduler = Scheduler(EXTERNAL)
+    block_ids = look_up(scheduler, request_of("1", 10), 2)
+    assert block_ids is not None
+    scheduler.first_layer_loaded("1")
+    step = scheduler.schedule(0.0)
+    assert step.awaits_layers
+    scheduler.step_begun(step, (), 0.0)
+    scheduler.check()
+    scheduler.step_finished(step, {"1": 1}, (), 0.0)
     scheduler.release(block_ids)
     scheduler.check()
 
