@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.connectors.store_link import StoreLink
-from mooncake.errors import InvalidArgument, MooncakeError
+from mooncake.errors import InvalidArgument, ModelError, MooncakeError
 from mooncake.inference import engine_process
 from mooncake.inference.api import Api
 from mooncake.inference.engine import Engine, InferenceSettings
@@ -262,8 +262,11 @@ async def running(
             runner = TorchRunner(model, pool, link)
             engine = Engine(limits, runner, link, weights=weights.digest, pushing=pushing)
             await asyncio.to_thread(warm_up, engine, settings.warm_up_s)
+            tokenizer = await asyncio.to_thread(_tokenizer_of, folder)
 
             def load(other: Path) -> LoadedWeights:
+                if tokenizer and _tokenizer_of(other) not in ("", tokenizer):
+                    raise ModelError(f"{other} has another tokenizer; start a worker with it instead")
                 found, digest = load_with_digest(other, settings.torch_dtype, settings.torch_device)
                 named = weights.identity and dataclasses.replace(weights.identity, weights=digest)
                 return LoadedWeights(str(other), digest, found, named)
@@ -350,6 +353,14 @@ def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, 
         layout = model.config.kv_layout(model.dtype, settings.block_tokens)
         identity = KvIdentity(digest, tokenizer_digest(folder), layout)
     return folder, LoadedWeights(str(folder), digest, model, identity)
+
+
+def _tokenizer_of(folder: Path) -> str:
+    """The digest of the tokenizer in ``folder``; empty without one, as trainers may save weights alone."""
+    try:
+        return tokenizer_digest(folder)
+    except ModelError:
+        return ""
 
 
 def _touched_pool(settings: WorkerSettings, model: Decoder) -> torch.Tensor:

@@ -84,3 +84,23 @@ async def test_a_folder_that_a_trainer_saves_into_meanwhile_is_not_loaded(
         assert versions.prepared is None and versions.active.digest == active
         prepared = await versions.prepare(folder)
         assert prepared.digest == weights_digest(folder) != active
+
+
+async def test_weights_with_another_tokenizer_are_refused(llama: Reference, tmp_path: Path) -> None:
+    """The worker would go on with its own, whose tokens mean other texts to these weights."""
+    folders = [Path(shutil.copytree(llama.folder, tmp_path / name)) for name in ("own", "other", "weights")]
+    own, other, weights_alone = folders
+    make_tokenizer(own)
+    make_tokenizer(other)
+    content = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(content.replace("</s>", "<end>"))
+    settings = WorkerSettings(
+        model=str(own), device="cpu", port=0, kv_cache_size_bytes=1 << 20, warm_up_s=0, block_tokens=16
+    )
+    async with running(settings) as api:
+        assert isinstance(api.add_routes, functools.partial)
+        versions: WeightVersions = api.add_routes.keywords["versions"]
+        with pytest.raises(ModelError, match="another tokenizer"):
+            await versions.prepare(other)
+        assert versions.prepared is None
+        assert await versions.prepare(weights_alone) is versions.prepared
