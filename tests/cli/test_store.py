@@ -37,6 +37,10 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def run(address: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
+    return runner(address, monkeypatch, capsysbinary)
+
+
+def runner(address: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Run:
     """Run the command in this process: starting one takes ten times as long as what it does."""
 
     def call(*words: str, content: bytes = b"") -> Done:
@@ -282,7 +286,15 @@ def test_a_drain_that_the_master_forgot_says_what_to_do(run: Run, monkeypatch: p
     assert b"here takes new objects again; start the drain again" in found.stderr
 
 
-def test_a_segment_whose_drain_failed_takes_objects_again(run: Run) -> None:
+@pytest.fixture
+def run_alone(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Iterator[Run]:
+    """With a store of its own: a drain waits for writes that other tests have begun and not ended."""
+    with daemon("--capacity-dram", "0.064", "--name", "here") as (address, _, _):
+        yield runner(address, monkeypatch, capsysbinary)
+
+
+def test_a_segment_whose_drain_failed_takes_objects_again(run_alone: Run) -> None:
+    run = run_alone
     assert run("put", "k", "/etc/hostname").returncode == 0
     found = run("drain", "here")
     assert found.returncode == 1
