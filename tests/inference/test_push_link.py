@@ -136,11 +136,21 @@ class Worker:
 
     def close(self) -> None:
         """Stop; every block is free afterwards."""
+        self.loop.wait(self._end_holds())
         assert self._thread.stop(TIMEOUT_S)
         self.engine.check()
         assert self.engine.stats().num_free_blocks == self.engine.stats().num_blocks
         self.loop.wait(self.link.close())
         self.transfer.close()
+
+    async def _end_holds(self) -> None:
+        """Do at once what happens after ``HOLD_S``: blocks that no receiver has requested are free.
+
+        How long they are held is a matter of ``tests/connectors/test_layer_push.py``.
+        """
+        sender = self.link.sender
+        for one in list(sender._outgoing.values()):
+            sender._expire(one)
 
 
 class Cluster:
