@@ -135,10 +135,10 @@ def test_costs_of_known_requests_predict_the_others() -> None:
 
 
 def test_a_memory_limit_is_found_from_the_times() -> None:
-    load = busy_load(2, 100)
+    load = busy_load(2, 40)
     limits = EngineLimits(64, 1024)
     measured = simulate_engines(COSTS, msgspec.structs.replace(limits, kv_tokens=20_000), load)
-    fit = fit_engine(EngineRun("run", load, measured, limits), np.arange(100) % 2 == 0)
+    fit = fit_engine(EngineRun("run", load, measured, limits), np.arange(40) % 2 == 0)
     assert 16_000 < fit.limits.kv_tokens < 25_000
 
 
