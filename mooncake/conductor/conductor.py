@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake.conductor.admission import SOONEST_RETRY_S, AdmissionResult, PoolCapacity
-from mooncake.conductor.due_times import DueTimes
 from mooncake.conductor.explanation import Explanation
 from mooncake.conductor.health import Health, Instance, ProbeOutcome
 from mooncake.conductor.keyed_prompt import KeyedPrompt
@@ -73,6 +72,7 @@ from mooncake.conductor.prediction import (
 from mooncake.conductor.prefix_index import InferredBlocks, PrefixIndex, PrefixMatch
 from mooncake.conductor.request_lifecycle import (
     ActivePlacement,
+    DueTimes,
     ObservedPlacement,
     RequestLifecycle,
     bounded,

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the conductor remembers of a request: its placement, its admission, and the reasons of the choice.
 
-Connects admission and explanations to the conductor's events, and owns nothing but this connection and the
-form of a placement. With admission "none" and no memory for explanations it costs one comparison, as the
-simulator needs.
+Connects admission and explanations to the conductor's events, and owns nothing but this connection, the form
+of a placement, and the instants at which placements expire (``DueTimes``; it holds those of probes as well).
+With admission "none" and no memory for explanations it costs one comparison, as the simulator needs.
 """
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -128,6 +129,64 @@ def _between(seconds: float, least: float, most: float) -> float:
 
 def _tokens(number: int) -> int:
     return min(max(number, 0), MOST_TOKENS)
+
+
+Kind = Literal["expiry", "probe"]
+
+_FEW = 1024
+"""Entries that are never worth a search for those that no longer count."""
+
+
+class DueTimes:
+    """The instants of all kinds, by key.
+
+    One that is set again or cancelled leaves its entry in the heap, where it no longer counts; when most
+    entries do not, they are dropped: that of a request that has ended would stay for an hour.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[tuple[Kind, str], float] = {}
+        self._heap: list[tuple[float, Kind, str]] = []
+
+    def __len__(self) -> int:
+        """Number of entries, including those that no longer count."""
+        return len(self._heap)
+
+    @property
+    def next_at(self) -> float | None:
+        """The instant of the next entry, which may no longer count; None if there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def at(self, kind: Kind, key: str) -> float | None:
+        """The instant that is set for a key; None if there is none."""
+        return self._due.get((kind, key))
+
+    def keys(self, kind: Kind) -> list[str]:
+        """The keys of a kind."""
+        return [key for one, key in self._due if one == kind]
+
+    def set(self, kind: Kind, key: str, at: float) -> None:
+        """Set the instant of a key, in the place of an earlier one."""
+        self._due[kind, key] = at
+        heapq.heappush(self._heap, (at, kind, key))
+        if len(self._heap) >= _FEW + 4 * len(self._due):
+            self._heap = [(at, *key) for key, at in self._due.items()]
+            heapq.heapify(self._heap)
+
+    def cancel(self, kind: Kind, key: str) -> None:
+        self._due.pop((kind, key), None)
+
+    def take_due(self, now: float) -> Iterator[tuple[Kind, str]]:
+        """Yield what is due, in order, each no longer set then; more may be set meanwhile."""
+        while self._heap and self._heap[0][0] <= now:
+            at, kind, key = heapq.heappop(self._heap)
+            if self._due.get((kind, key)) == at:
+                del self._due[kind, key]
+                yield kind, key
+
+    def check(self) -> None:
+        entries = dict.fromkeys(self._heap)
+        assert all((at, *key) in entries for key, at in self._due.items())
 
 
 class ActivePlacement(msgspec.Struct):

@@ -830,7 +830,8 @@ def served(conductor: Conductor, began_at: float) -> list[tuple[str | None, ...]
 def test_a_number_out_of_range_is_refused_by_name(conductor: Conductor, field: str, value: float) -> None:
     add(conductor, "p1", "d1")
     decided(conductor, now=1.0)
-    refused = place(conductor, now=2.0, **{field: value})
+    fields: dict[str, Any] = {field: value}
+    refused = place(conductor, now=2.0, **fields)
     assert isinstance(refused, Refuse)
     assert refused.refusal.code == "invalid_argument"
     assert refused.refusal.reason.startswith(f"{field} is {value!r}; allowed: ")

@@ -131,7 +131,8 @@ def removals_of(log: RemovalLog, keys: Sequence[int], scope: str = "") -> list[R
 
 
 def has_other_salt(log: RemovalLog, keys: Sequence[int], bare_keys: Sequence[int]) -> list[bool]:
-    return log.has_other_salt(np.array(keys, np.uint64), np.array(bare_keys, np.uint64)).tolist()
+    found = log.has_other_salt(np.array(keys, np.uint64), np.array(bare_keys, np.uint64))
+    return [bool(one) for one in found]
 
 
 def test_removals_are_remembered_with_their_reason(index: PrefixIndex) -> None:
