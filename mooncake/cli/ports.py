@@ -23,7 +23,7 @@ class RolePlace:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.ports[0]}"
+        return host_and_port(self.host, self.ports[0])
 
     def is_free(self) -> bool:
         """Whether nothing listens there, on any address of this host."""
@@ -33,6 +33,11 @@ class RolePlace:
         except OSError:
             return False
         return True
+
+
+def host_and_port(host: str, port: int) -> str:
+    """An address, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def everywhere(host: str) -> str:

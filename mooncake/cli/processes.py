@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from mooncake.cli.ports import host_and_port
 from mooncake.cli.supervisor import (
     AllReady,
     AllStopped,
@@ -81,7 +82,7 @@ class RolePlan:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
 
 class Processes:

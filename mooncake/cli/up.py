@@ -34,8 +34,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake import clock, config
-from mooncake.cli.output import check_writable, size_text, write_whole
-from mooncake.cli.ports import RolePlace, check_free, free_ports
+from mooncake.cli.output import check_writable, fail, size_text, write_whole
+from mooncake.cli.ports import RolePlace, check_free, free_ports, host_and_port
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
 from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus
@@ -292,7 +292,8 @@ def plan_cluster(
     compute = [*of_model, "--master", at["master"], "--device", settings.device, "--dtype", settings.dtype]
     compute += ["--kv-cache-size", format_size(settings.kv_cache_size_bytes)]
     compute += ["--kv-transfer", settings.kv_transfer]
-    events, replay = (f"tcp://{places['master'].host}:{port}" for port in places["master"].ports[1:])
+    master = places["master"]
+    events, replay = (f"tcp://{host_and_port(master.host, port)}" for port in master.ports[1:])
     metadata = f"{'https' if process_identity().has_tls else 'http'}://{at['metadata']}/metadata"
     instances = ["--prefill", *(at[name] for name in prefill), "--decode", *(at[name] for name in decode)]
 

@@ -115,6 +115,18 @@ def test_the_master_keeps_its_log_by_the_port_of_the_cluster() -> None:
 
 
 def test_roles_get_the_addresses_of_each_other() -> None:
+def test_an_ipv6_address_has_brackets_wherever_a_port_follows() -> None:
+    gateway = planned(UpSettings(host="::1", port=8123))["gateway"]
+    assert (gateway.host, gateway.address, flag(gateway, "--host")) == ("::1", "[::1]:8123", "::1")
+    settings = UpSettings(on="ray", prefill=1, decode=1)
+    roles = cluster_roles(settings)
+    places = {role.name: RolePlace("fd00::1", tuple(range(7000, 7000 + role.num_ports))) for role in roles}
+    given = Invocation(settings, LogSettings(), None)
+    plans = plan_cluster(settings, given, "m", "key", Path("/state"), roles, places, program=())
+    assert flag(plans["decode-0"], "--master") == "[fd00::1]:7000"
+    assert flag(plans["master"], "--kv-events-endpoint") == "tcp://[fd00::1]:7001"
+
+
     plans = planned(UpSettings(prefill=1, decode=1, pool_size_bytes=64 << 20, scheduling="round_robin"))
     master = plans["master"].address
     assert all(flag(plans[name], "--master") == master for name in ("node", "prefill-0", "decode-0"))
