@@ -488,7 +488,6 @@ def up(given: Invocation) -> None:
             # By its name: each host converts it into a folder of its own.
             is_folder = Path(settings.model).expanduser().is_dir()
             model_folder = str(Path(model_folder).absolute()) if is_folder else settings.model
-        keep_logs_before(log_folder)
         status = asyncio.run(_run(settings, given, model_folder, log_folder))
     sys.exit(status)
 
@@ -583,6 +582,7 @@ async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_f
                 plans = plan(places_here(settings, roles))
                 processes = Processes(list(plans.values()), log_folder, screen.say, changed, all_ready)
             screen.processes = processes
+            keep_logs_before([processes.log_path(name) for name in processes.plans])
             screen.say("", f"starting {len(roles)} roles; their logs are in {log_folder}")
             status = await processes.run()
         screen.say("", "everything has stopped")
@@ -669,14 +669,18 @@ def locked_log_folder(wanted: Path | None, port: int) -> Iterator[Path]:
         yield folder.absolute()
 
 
-def keep_logs_before(folder: Path) -> None:
-    """Keep the logs of the run before once, as ``.old``: after settings and model were accepted."""
-    try:
-        for one in folder.glob("*.log"):
-            one.replace(one.with_suffix(".log.old"))
-    except OSError as error:
-        allowed = f"a folder that can be written to ({error})"
-        raise InvalidArgument("log_dir", str(folder), allowed) from error
+def keep_logs_before(logs: Sequence[Path]) -> None:
+    """Keep these logs of the run before once, as ``.old``: after settings and model were accepted.
+
+    Other files in the folder are not this program's, whatever their names.
+    """
+    for one in logs:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                one.replace(one.with_suffix(".log.old"))
+        except OSError as error:
+            allowed = f"a folder that can be written to ({error})"
+            raise InvalidArgument("log_dir", str(one.parent), allowed) from error
 
 
 STYLES = {

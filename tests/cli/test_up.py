@@ -14,7 +14,7 @@ from random import Random
 import pytest
 from rich.console import Console
 
-from mooncake.cli import main
+from mooncake.cli import INTERRUPTED, main, up
 from mooncake.cli.certs import CertsSettings, make
 from mooncake.cli.output import check_writable
 from mooncake.cli.ports import RolePlace, free_ports
@@ -46,6 +46,8 @@ from mooncake.cli.up import (
 from mooncake.config import LogSettings
 from mooncake.errors import InvalidArgument
 from mooncake.security import Identity, SecuritySettings, install_identity
+
+UP = ("up", "--port", "0", "--pool-size", "64MiB")
 
 
 def planned(settings: UpSettings, file: Path | None = None) -> dict[str, RolePlan]:
@@ -109,12 +111,6 @@ def test_a_gateway_that_listens_everywhere_is_called_here() -> None:
     assert (flag(plans["master"], "--host"), plans["master"].host) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_the_master_keeps_its_log_by_the_port_of_the_cluster() -> None:
-    plans = planned(UpSettings(port=8123))
-    assert flag(plans["master"], "--oplog") == "/state/master-8123.oplog"
-
-
-def test_roles_get_the_addresses_of_each_other() -> None:
 def test_an_ipv6_address_has_brackets_wherever_a_port_follows() -> None:
     gateway = planned(UpSettings(host="::1", port=8123))["gateway"]
     assert (gateway.host, gateway.address, flag(gateway, "--host")) == ("::1", "[::1]:8123", "::1")
@@ -127,6 +123,12 @@ def test_an_ipv6_address_has_brackets_wherever_a_port_follows() -> None:
     assert flag(plans["master"], "--kv-events-endpoint") == "tcp://[fd00::1]:7001"
 
 
+def test_the_master_keeps_its_log_by_the_port_of_the_cluster() -> None:
+    plans = planned(UpSettings(port=8123))
+    assert flag(plans["master"], "--oplog") == "/state/master-8123.oplog"
+
+
+def test_roles_get_the_addresses_of_each_other() -> None:
     plans = planned(UpSettings(prefill=1, decode=1, pool_size_bytes=64 << 20, scheduling="round_robin"))
     master = plans["master"].address
     assert all(flag(plans[name], "--master") == master for name in ("node", "prefill-0", "decode-0"))
@@ -361,8 +363,27 @@ def test_logs_are_moved_only_once_a_cluster_can_start(
         main(["up", "--port", str(port), "--model", "/nonexistent"])
     assert exit.value.code == 2 and "/nonexistent" in capfd.readouterr().err
     assert log.read_text() == "of the run before"
-    keep_logs_before(folder)
+    keep_logs_before([log])
     assert not log.exists() and log.with_suffix(".log.old").read_text() == "of the run before"
+
+
+def test_only_logs_of_roles_are_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("master.log", "master.log.old", "train.log", "train.log.old"):
+        (tmp_path / name).write_text(name)
+
+    async def run(processes: Processes) -> int:
+        return 0
+
+    monkeypatch.setattr(up, "prepare_model", lambda name, device: "/models/smollm2")
+    monkeypatch.setattr(Processes, "run", run)
+    with pytest.raises(SystemExit) as exit:
+        main([*UP, "--log-dir", str(tmp_path)])
+    assert exit.value.code == 0
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.log*")} == {
+        "master.log.old": "master.log",
+        "train.log": "train.log",
+        "train.log.old": "train.log.old",
+    }
 
 
 def test_a_folder_of_logs_is_of_one_cluster(
