@@ -482,6 +482,8 @@ def up(given: Invocation) -> None:
     check_free(settings.host, settings.port)
     with locked_log_folder(settings.log_dir, settings.port) as log_folder:
         check_status_file(settings.json_status)
+        if settings.json_status is not None:
+            write_status(settings.json_status)  # the file may be that of a former run
         model_folder = prepare_model(settings.model, settings.device if settings.on == "host" else "auto")
         if settings.on == "ray":
             ray_classes()
@@ -532,7 +534,6 @@ def check_pool(settings: UpSettings) -> None:
 async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_folder: Path) -> int:
     admin_key = settings.admin_api_key or secrets.token_urlsafe(18)
     credentials = Credentials(process_identity().settings, GATEWAY_CHECKS[public_side(given)] == "member")
-    is_ready = False
 
     def url() -> str:
         gateway = processes.plans["gateway"]
@@ -543,11 +544,9 @@ async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_f
 
         def changed() -> None:
             if settings.json_status is not None:
-                write_status(settings.json_status, processes, url(), is_ready)
+                write_status(settings.json_status, processes, url())
 
         def all_ready() -> None:
-            nonlocal is_ready
-            is_ready = True
             master = processes.plans["master"].address
             screen.print(welcome(url(), settings.model_name, master, admin_key, log_folder, credentials))
 
@@ -760,18 +759,19 @@ def check_status_file(path: Path | None) -> None:
         raise InvalidArgument("json_status", str(path), "a file; a pipe would wait for its reader")
 
 
-def write_status(path: Path, processes: Processes, url: str, is_ready: bool) -> None:
-    """Write the state of every role as JSON; readers never see half a file."""
-    roles = {
-        name: {
-            "state": role.state,
-            "pid": processes.pid(name),
-            "address": processes.plans[name].address,
-            "num_starts": role.num_starts,
-            "log": str(processes.log_path(name)),
-        }
-        for name, role in processes.supervisor.roles.items()
-    }
+def write_status(path: Path, processes: Processes | None = None, url: str = "") -> None:
+    """Write the state of every role as JSON; readers never see half a file. None: there are no roles yet."""
+    roles: dict[str, dict[str, object]] = {}
+    if processes is not None:
+        for name, role in processes.supervisor.roles.items():
+            roles[name] = {
+                "state": role.state,
+                "pid": processes.pid(name),
+                "address": processes.plans[name].address,
+                "num_starts": role.num_starts,
+                "log": str(processes.log_path(name)),
+            }
+    is_ready = bool(roles) and all(role["state"] is RoleState.READY for role in roles.values())
     status = {"url": url, "is_ready": is_ready, "pid": os.getpid(), "roles": roles}
     try:
         write_whole(path, json.dumps(status, indent=1), "json_status")

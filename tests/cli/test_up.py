@@ -20,7 +20,7 @@ from mooncake.cli.output import check_writable
 from mooncake.cli.ports import RolePlace, free_ports
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
-from mooncake.cli.supervisor import RoleExited, RoleReady, RoleSpec, StartAll, Supervisor
+from mooncake.cli.supervisor import RoleExited, RoleReady, RoleSpec, StartAll, StopAll, Supervisor
 from mooncake.cli.up import (
     LARGEST_DEFAULT_POOL_BYTES,
     Credentials,
@@ -45,6 +45,7 @@ from mooncake.cli.up import (
 )
 from mooncake.config import LogSettings
 from mooncake.errors import InvalidArgument
+from mooncake.machine import Wake
 from mooncake.security import Identity, SecuritySettings, install_identity
 
 UP = ("up", "--port", "0", "--pool-size", "64MiB")
@@ -311,12 +312,10 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
 
 
 def test_the_status_file_is_replaced_whole(tmp_path: Path) -> None:
-    processes = some_processes(tmp_path)
     path = tmp_path / "status.json"
-    for is_ready in (False, True):
-        write_status(path, processes, "http://127.0.0.1:8000", is_ready)
-        status = json.loads(path.read_text())
-        assert status["is_ready"] is is_ready
+    path.write_text("of a former run")
+    write_status(path, some_processes(tmp_path), "http://127.0.0.1:8000")
+    status = json.loads(path.read_text())
     assert status["url"] == "http://127.0.0.1:8000"
     assert status["roles"]["master"] == {
         "state": "ready",
@@ -328,13 +327,56 @@ def test_the_status_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
 
 
+def test_the_status_file_says_ready_only_while_every_role_is(tmp_path: Path) -> None:
+    path, processes = tmp_path / "status.json", some_processes(tmp_path)
+
+    def is_ready() -> bool:
+        write_status(path, processes, "http://127.0.0.1:8000")
+        found: bool = json.loads(path.read_text())["is_ready"]
+        return found
+
+    assert not is_ready()
+    processes.supervisor.handle(Wake(), 100.0)
+    for name in ("node", "gateway"):
+        assert not is_ready()
+        processes.supervisor.handle(RoleReady(name), 101.0)
+    assert is_ready()
+    processes.supervisor.handle(RoleExited("node", 1), 102.0)
+    assert not is_ready(), "one has died"
+    processes.supervisor.handle(Wake(), 200.0)
+    processes.supervisor.handle(RoleReady("node"), 201.0)
+    assert is_ready()
+    processes.supervisor.handle(StopAll(), 202.0)
+    assert not is_ready()
+    for name in ("gateway", "node", "master"):
+        processes.supervisor.handle(RoleExited(name, 0), 203.0)
+    assert not is_ready(), "everything has stopped"
+
+
+def test_a_former_run_s_status_is_replaced_before_the_model_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status.json"
+    path.write_text('{"url": "http://127.0.0.1:8000", "is_ready": true, "pid": 1, "roles": {}}')
+    seen: list[object] = []
+
+    def prepare(name: str, device: str) -> str:
+        seen.append(json.loads(path.read_text()))
+        sys.exit(2)
+
+    monkeypatch.setattr(up, "prepare_model", prepare)
+    with pytest.raises(SystemExit):
+        main([*UP, "--log-dir", str(tmp_path / "logs"), "--json-status", str(path)])
+    assert seen == [{"url": "", "is_ready": False, "pid": os.getpid(), "roles": {}}]
+
+
 def test_a_status_file_that_cannot_be_written_is_refused_and_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "folder" / "status.json"
     with pytest.raises(InvalidArgument, match=r"json_status is .*a file that can be written"):
         check_writable(path, "json_status")
-    write_status(path, some_processes(tmp_path), "http://127.0.0.1:8000", False)
+    write_status(path, some_processes(tmp_path), "http://127.0.0.1:8000")
     assert "status_not_written" in caplog.text
     path.parent.mkdir()
     check_writable(path, "json_status")
