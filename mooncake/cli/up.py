@@ -38,7 +38,7 @@ from mooncake.cli.output import check_writable, fail, size_text, write_whole
 from mooncake.cli.ports import RolePlace, check_free, free_ports, host_and_port
 from mooncake.cli.processes import HttpCheck, Processes, RolePlan
 from mooncake.cli.role_command import Invocation
-from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus
+from mooncake.cli.supervisor import RoleSpec, RoleState, RoleStatus, how_it_ended
 from mooncake.conductor.settings import Scheduling
 from mooncake.config import AlsoFrom, Port, Secret, Size, format_size
 from mooncake.errors import InvalidArgument
@@ -606,17 +606,18 @@ def ray_classes() -> tuple[type[RayCluster], type[RayRoles]]:
 
 _PREPARE_MODEL = """
 import sys
-from mooncake.errors import MooncakeError
-name, device = sys.argv[1:]
-try:
+from mooncake.cli import run_program
+
+def prepare():
+    name, device = sys.argv[1:]
     kind, _, number = device.partition(":")
     if kind == "cuda" and (not number or number.isdecimal()):
         from mooncake.inference.worker import check_device
         check_device(device)
     from mooncake.inference.gguf import resolve_model
     print(resolve_model(name))
-except MooncakeError as error:
-    sys.exit(f"error: {error}")
+
+run_program(prepare)
 """
 
 
@@ -628,8 +629,13 @@ def prepare_model(name: str, device: str = "auto") -> str:
     """
     command = [sys.executable, "-c", _PREPARE_MODEL, name, device]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(2)  # it has reported the reason
+    if done.returncode < 0:
+        fail(
+            f"the process that prepares the model {name} has ended ({how_it_ended(done.returncode)}); this "
+            "host may have too little memory for it"
+        )
+    if done.returncode:
+        sys.exit(done.returncode)  # it has reported the reason
     return done.stdout.splitlines()[-1]
 
 

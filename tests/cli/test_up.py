@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,7 @@ from mooncake.cli.up import (
     locked_log_folder,
     places_here,
     plan_cluster,
+    prepare_model,
     quiet_threads,
     ray_classes,
     read_resources,
@@ -426,6 +429,50 @@ def test_only_logs_of_roles_are_moved(tmp_path: Path, monkeypatch: pytest.Monkey
         "train.log": "train.log",
         "train.log.old": "train.log.old",
     }
+
+
+def test_a_killed_preparation_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up, "_PREPARE_MODEL", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(SystemExit) as exit:
+        prepare_model("smollm2")
+    error = capsys.readouterr().err
+    assert exit.value.code == 1
+    assert error.startswith(
+        "error: the process that prepares the model smollm2 has ended (killed by signal 9)"
+    )
+
+
+SLOW_MODEL = """
+import signal, sys, types
+
+def resolve_model(name):
+    print("begun", flush=True)
+    signal.pause()
+
+sys.modules["mooncake.inference.gguf"] = types.ModuleType("gguf")
+sys.modules["mooncake.inference.gguf"].resolve_model = resolve_model
+"""
+
+
+def test_an_interrupted_preparation_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_MODEL)
+    preparing = subprocess.Popen(
+        [sys.executable, "-c", up._PREPARE_MODEL, "smollm2", "auto"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    try:
+        assert preparing.stdout is not None and preparing.stdout.readline() == "begun\n"
+        preparing.send_signal(signal.SIGINT)
+        _, error = preparing.communicate(timeout=60)
+    finally:
+        preparing.kill()
+        preparing.communicate()
+    assert (preparing.returncode, error) == (INTERRUPTED, "")
 
 
 def test_a_folder_of_logs_is_of_one_cluster(
