@@ -151,6 +151,7 @@ class Replay:
 
     def _note(self, place: int, answer: TimedAnswer, num_output: int) -> None:
         recorder, measured = self._recorder, self._measured
+        recorder.e2e_s[place] = answer.end_s  # also of those that failed: the run is not over before
         if answer.status == 429:
             recorder.status[place] = REJECTED
             measured.rejections[answer.error] += 1
@@ -167,7 +168,6 @@ class Replay:
         recorder.status[place] = DONE
         recorder.ttft_s[place] = answer.token_at_s[0]
         recorder.tbt_s[place], recorder.tbt_mean_s[place] = token_intervals(answer.intervals_s)
-        recorder.e2e_s[place] = answer.end_s
         recorder.cached_tokens[place] = answer.num_cached
 
     async def _sample(self, began: float) -> None:

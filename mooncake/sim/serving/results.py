@@ -60,7 +60,7 @@ class Summary(msgspec.Struct, frozen=True):
     slo_ttft_s: float
     slo_tbt_s: float
     span_s: float
-    "From the first arrival to the last end."
+    "From the first arrival to the last end or arrival of any request."
     ttft_s: Quantiles
     tbt_s: Quantiles
     e2e_s: Quantiles
@@ -111,6 +111,7 @@ class RunResults:
     "Mean of the longest tenth of its intervals; 0 for answers of one token."
     tbt_mean_s: Column
     e2e_s: Column
+    "Also that of a request that failed or was rejected, where its end was recorded."
     cached_tokens: Column
     fetched_tokens: Column
     prefill_instance: Column
@@ -148,8 +149,8 @@ class RunResults:
         done, good = self.is_done, self.is_good(slo_ttft_s, slo_tbt_s)
         began = done | np.equal(self.status, REJECTED_AFTER_PREFILL)
         counts = np.bincount(self.status.astype(np.int64), minlength=len(STATUSES))
-        ends_s = self.arrival_s[done] + self.e2e_s[done]
-        span_s = float(ends_s.max() - self.arrival_s[0]) if done.any() else 0.0
+        ends_s = self.arrival_s + np.nan_to_num(self.e2e_s)  # what has no end counts as over at once
+        span_s = float(ends_s.max() - self.arrival_s[0]) if len(self) else 0.0
         requested = float(self.num_input[began].sum(dtype=np.float64))
         cached = float(self.cached_tokens[began].sum(dtype=np.float64))
         good_tokens = (self.num_input[good] + self.num_output[good]).sum(dtype=np.float64)

@@ -56,6 +56,8 @@ def test_rejected_and_broken_answers_are_distinguished(mooncake: Run, tmp_path: 
     assert found["num_without_retry_after"] == 10
     assert "10 rejections had no Retry-After" in done.stdout
     assert "failed, 30 times" in done.stdout
+    [run] = found["runs"]
+    assert None not in run["requests"]["e2e_s"], "every request has an end, also one that failed"
 
 
 def test_objectives_travel_when_they_are_to(mooncake: Run) -> None:

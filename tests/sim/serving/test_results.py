@@ -10,6 +10,7 @@ import pytest
 
 from mooncake.sim.serving.results import (
     DONE,
+    FAILED,
     REJECTED,
     REJECTED_AFTER_PREFILL,
     Recorder,
@@ -56,6 +57,22 @@ def test_the_summary_counts_each_request_once() -> None:
     assert summary.good_tokens_per_s == pytest.approx(1100 / 48)
     assert summary.hit_rate == pytest.approx(0.25)
     assert summary.ttft_s.mean == pytest.approx(43 / 3)
+
+
+def test_a_run_lasts_until_its_last_request_whatever_became_of_it() -> None:
+    recorder = Recorder()
+    for number in range(101):
+        recorder.add(36.0 * number, 1000, 100)
+        recorder.status[number] = REJECTED
+    recorder.status[0], recorder.ttft_s[0], recorder.tbt_s[0], recorder.e2e_s[0] = DONE, 0.1, 0.01, 0.5
+    empty = Timeline(10.0, *[np.zeros(0)] * 10)
+    summary = recorder.outcome(empty, 30.0, 0.1).summary()
+    assert (summary.num_good, summary.span_s) == (1, 3600.0), "up to the last arrival"
+    assert summary.goodput_per_s == pytest.approx(1 / 3600)
+    recorder.status[100], recorder.e2e_s[100] = FAILED, 400.0
+    summary = recorder.outcome(empty, 30.0, 0.1).summary()
+    assert summary.span_s == pytest.approx(4000.0), "up to the end of one that failed"
+    assert summary.e2e_s.mean == pytest.approx(0.5), "times are of completed requests"
 
 
 def test_json_has_null_for_what_never_came() -> None:
