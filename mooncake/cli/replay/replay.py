@@ -130,10 +130,11 @@ class Replay:
                     first_s = row.timestamp_s if first_s is None else first_s
                     due_s = (row.timestamp_s - first_s) / self._speedup
                     prompt = self._prompts.tokens(row, number)  # before its time, so that it is sent on time
+                    num_output = max(1, row.num_output)  # as in the simulator: servers refuse to make none
                     await asyncio.sleep(max(0.0, began + due_s - clock.monotonic()))
                     self._measured.num_late += clock.monotonic() - began - due_s > LATE_S
-                    place = self._recorder.add(clock.monotonic() - began, len(prompt), row.num_output)
-                    group.create_task(self._one(place, prompt, row.num_output))
+                    place = self._recorder.add(clock.monotonic() - began, len(prompt), num_output)
+                    group.create_task(self._one(place, prompt, num_output))
         finally:
             sampling.cancel()
         columns = np.array(self._samples, dtype=np.float64).reshape(-1, 10).T
@@ -206,15 +207,16 @@ def token_intervals(intervals_s: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class ReplayAccuracy:
-    """Predicted against measured: for the requests that both completed, and for the runs as wholes."""
+    """Predicted against measured: for the requests that both completed, and for the runs as wholes. None:
+    nothing was measured that could tell."""
 
     num_compared: int
-    ttft_error: float
+    ttft_error: float | None
     "Mean absolute error over the mean measured TTFT."
-    tbt_error: float
-    hit_rate_error: float
+    tbt_error: float | None
+    hit_rate_error: float | None
     "Predicted minus measured."
-    goodput_error: float
+    goodput_error: float | None
     "Predicted over measured, minus 1."
 
 
@@ -223,19 +225,20 @@ def accuracy(predicted: RunResults, measured: RunResults) -> ReplayAccuracy:
     assert len(predicted) == len(measured), (len(predicted), len(measured))
     both = predicted.is_done & measured.is_done
 
-    def error(name: str) -> float:
+    def error(name: str) -> float | None:
         ours = getattr(predicted, name)[both].astype(np.float64)
         theirs = getattr(measured, name)[both].astype(np.float64)
         mean = float(theirs.mean()) if len(theirs) else 0.0
-        return float(np.abs(ours - theirs).mean()) / mean if mean else 0.0
+        return float(np.abs(ours - theirs).mean()) / mean if mean else None
 
     ours, theirs = predicted.summary(), measured.summary()
+    have_hits = ours.num_done and theirs.num_done
     return ReplayAccuracy(
         num_compared=int(both.sum()),
         ttft_error=error("ttft_s"),
         tbt_error=error("tbt_mean_s"),
-        hit_rate_error=ours.hit_rate - theirs.hit_rate,
-        goodput_error=ours.goodput_per_s / theirs.goodput_per_s - 1 if theirs.goodput_per_s else 0.0,
+        hit_rate_error=ours.hit_rate - theirs.hit_rate if have_hits else None,
+        goodput_error=ours.goodput_per_s / theirs.goodput_per_s - 1 if theirs.goodput_per_s else None,
     )
 
 
@@ -382,9 +385,10 @@ def report(
     console.print(table(requests.name, runs))
     if errors is not None:
         console.print(
-            f"errors of the prediction over {errors.num_compared} requests: TTFT {errors.ttft_error:.1%}, "
-            f"TBT {errors.tbt_error:.1%} (mean absolute error over the measured mean), hit rate "
-            f"{errors.hit_rate_error:+.3f}, goodput {errors.goodput_error:+.1%}"
+            f"errors of the prediction over {errors.num_compared} requests: "
+            f"TTFT {_error(errors.ttft_error, '.1%')}, TBT {_error(errors.tbt_error, '.1%')} (mean absolute "
+            f"error over the measured mean), hit rate {_error(errors.hit_rate_error, '+.3f')}, "
+            f"goodput {_error(errors.goodput_error, '+.1%')}"
         )
     for reason, count in measured.errors.most_common(5):
         console.print(f"failed, {count} times: {reason}", markup=False)
@@ -397,6 +401,10 @@ def report(
         console.print(f"{measured.num_without_retry_after} rejections had no Retry-After")
     if measured.num_late:
         console.print(f"{measured.num_late} requests were sent late: this machine can't send that fast")
+
+
+def _error(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _json(

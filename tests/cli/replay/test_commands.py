@@ -150,3 +150,32 @@ def test_a_broken_row_is_found_before_anything_is_sent(mooncake: Run, tmp_path: 
         done = mooncake("replay", str(trace), "--url", url)
     assert done.returncode == 2 and "row 2" in done.stderr
     assert not served.bodies
+
+
+def test_a_row_without_an_answer_gets_one_token_as_in_the_simulator(mooncake: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 0, "hash_ids": [0, 1]}\n')
+    document, served = tmp_path / "r.json", Served()
+    costs = ["--costs", "llama3-70b-8xH100", "--cluster", "1P1D"]
+    with serving(served) as url:
+        done = mooncake("replay", str(trace), "--url", url, "--predict", *costs, "--json", str(document))
+    assert done.returncode == 0, done.stderr
+    assert [body["max_tokens"] for body in served.bodies] == [1]
+    for run in json.loads(document.read_text())["runs"]:
+        assert run["summary"]["num_done"] == 1 and run["requests"]["num_output"] == [1]
+
+
+def test_a_prediction_that_cannot_be_judged_is_not_called_right(mooncake: Run, tmp_path: Path) -> None:
+    document = tmp_path / "r.json"
+    costs = ["--costs", "llama3-70b-8xH100", "--cluster", "1P1D", "--json", str(document)]
+    with serving(Served(reject_every=1)) as url:
+        done = mooncake("replay", LOAD, "--url", url, "--predict", *costs)
+    assert "over 0 requests: TTFT -, TBT -" in done.stdout and "hit rate -, goodput -" in done.stdout
+    accuracy = json.loads(document.read_text())["accuracy"]
+    errors = ("ttft_error", "tbt_error", "hit_rate_error", "goodput_error")
+    assert [accuracy[name] for name in errors] == [None] * 4
+    one_token = LOAD.replace("output_tokens=5", "output_tokens=1") + ",spread=0"
+    with serving(Served()) as url:
+        done = mooncake("replay", one_token, "--url", url, "--predict", *costs)
+    assert json.loads(document.read_text())["accuracy"]["tbt_error"] is None, "there are no intervals"
+    assert ", TBT - (" in done.stdout
