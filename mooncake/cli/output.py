@@ -118,6 +118,11 @@ def one_line(text: str, stream: TextIO | None = None) -> str:
     return _LINE_BREAKS.sub(lambda found: printable(found[0]), text)
 
 
+def reason_of(error: Any) -> str:
+    """An error as servers of the OpenAI API send it, an object with a message or a text, as text."""
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
 def print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 

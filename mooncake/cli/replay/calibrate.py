@@ -61,7 +61,8 @@ class Measurements:
 
 
 class CostMeasurement:
-    """``say(text)`` is called before each part. Raises Unavailable where requests fail."""
+    """``say(text)`` is called before each part. Raises Unavailable where requests fail, or answers are not
+    streamed."""
 
     def __init__(self, endpoint: Endpoint, say: Callable[[str], None], seed: int) -> None:
         self._endpoint = endpoint
@@ -95,6 +96,8 @@ class CostMeasurement:
     async def _warm_up(self, length: int) -> int:
         """Warm up; return the number of prefill instances, as far as the headers show."""
         answers = await self._at_once([self._prompt(length) for _ in range(8)], 4)
+        if all(answer.num_events < 2 for answer in answers):
+            raise self._untimed()
         pairs = [(one.headers.get(PREFILL_HEADER, ""), one.headers.get(DECODE_HEADER, "")) for one in answers]
         self.found.has_decode_instances = all(
             prefill and decode and prefill != decode for prefill, decode in pairs
@@ -134,6 +137,8 @@ class CostMeasurement:
             size = len(together)
             if len(steps) < STEPS // 4:
                 size, steps = 1, _steps(together, 0.0, math.inf)
+            if not steps:
+                raise self._untimed()
             seconds = max(MIN_STEP_S, statistics.median(steps))
             self.found.steps.append(StepSample(size, size * (length + STEPS // 2), seconds))
 
@@ -143,6 +148,12 @@ class CostMeasurement:
             if not answer.is_complete:
                 raise Unavailable(f"{self._endpoint.url} failed a request: {answer.status} {answer.error}")
         return answers
+
+    def _untimed(self) -> Unavailable:
+        return Unavailable(
+            f"{self._endpoint.url} sends all tokens of an answer in one event, so steps of decode can't be "
+            "timed; configure it, and proxies before it, to stream each token"
+        )
 
 
 def _steps(answers: Sequence[TimedAnswer], begin: float, end: float) -> list[float]:

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import email.utils
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import aiohttp
+import msgspec
 import typer
 
 from mooncake import clock
-from mooncake.errors import InvalidArgument, ProtocolError, Unavailable, cause_of
+from mooncake.cli.output import reason_of
+from mooncake.errors import AccessDenied, InvalidArgument, ProtocolError, Unavailable, cause_of
 from mooncake.http.sse import EventParser
+from mooncake.security import tool_identity
 
 Url = Annotated[
     str, typer.Option("--url", help="Address of the server: a gateway or any other server of the OpenAI API.")
@@ -50,6 +55,11 @@ class TimedAnswer:
     """Times of all tokens; tokens of one event share an instant."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """Tokens, from a server that returns them."""
+    num_tokens: int = 0
+    """Tokens that came: from a server that returns none, as its usage counts them, or else as many as events
+    with text."""
+    num_events: int = 0
+    """Events that brought tokens."""
     end_s: float = 0.0
     num_cached: int = 0
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -69,6 +79,7 @@ class Endpoint:
 
     Raises on entering:
         Unavailable: no server answers there, or it lists no model.
+        AccessDenied: it wants another key.
     """
 
     def __init__(self, url: str, model: str = "", api_key: str = "", timeout_s: float = 600.0) -> None:
@@ -82,7 +93,7 @@ class Endpoint:
 
     async def __aenter__(self) -> Endpoint:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=tool_identity().client_tls or True),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=self._timeout_s),
             headers=self._headers,
         )
@@ -102,10 +113,15 @@ class Endpoint:
         assert self._session is not None
         try:
             async with self._session.get(f"{self.url}/v1/models") as response:
-                answer = await response.json(content_type=None)
-                return str(answer["data"][0]["id"])
+                status, content = response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"{self.url} does not answer: {cause_of(error)}") from error
+        if status in (401, 403):
+            raise AccessDenied(f"{self.url}/v1/models answers {status}: {_message(content)}; pass --api-key")
+        if status not in (200, 404):  # a server of completions only has no such page
+            raise Unavailable(f"{self.url}/v1/models answers {status}: {_message(content)}")
+        try:
+            return str(json.loads(content)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise Unavailable(f"{self.url}/v1/models names no model; give one with --model") from error
 
@@ -141,7 +157,7 @@ class Endpoint:
                 if response.status == 200:
                     await _follow(response, answer, began)
                 else:
-                    answer.error = _message(await response.text())
+                    answer.error = _message(await response.read())
                     answer.retry_after_s = _seconds(response.headers.get("Retry-After"))
         except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as error:
             answer.error = cause_of(error)
@@ -149,47 +165,92 @@ class Endpoint:
         return answer
 
 
+class _CompletionChoice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _CompletionUsage(msgspec.Struct):
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptTokensDetails | None = None
+
+
+class _CompletionChunk(msgspec.Struct):
+    """The part of an event that is read."""
+
+    error: Any = None
+    choices: list[_CompletionChoice] | None = None
+    usage: _CompletionUsage | None = None
+
+
 async def _follow(response: aiohttp.ClientResponse, answer: TimedAnswer, began: float) -> None:
-    parser, is_over = EventParser(), False
+    parser, is_over, num_counted = EventParser(), False, 0
+    last_s: float | None = None
     async for data in response.content.iter_any():
         now_s = clock.monotonic() - began
         for event in parser.feed(data):
             if event == b"[DONE]":
                 is_over = True
-            elif event:
-                _read(event, answer, now_s)
+                continue
+            chunk = _chunk(event)
+            last_s = now_s if chunk.choices else last_s
+            num_counted = (chunk.usage or _CompletionUsage()).completion_tokens or num_counted
+            _read(chunk, answer, now_s)
+    answer.num_tokens = len(answer.token_at_s)
+    if not answer.token_ids and num_counted and last_s is not None:
+        # Some tokens are part of a character and have no text, and an event may have the text of several.
+        # When each of them came is not known; all were there with the last text.
+        answer.num_tokens = num_counted
+        last_s = answer.token_at_s[-1] if answer.token_at_s else last_s
+        answer.token_at_s += [last_s] * (num_counted - len(answer.token_at_s))
+        answer.num_events = max(1, answer.num_events)
     if not is_over and not answer.error:
         answer.error = "the stream ended before the answer did"
 
 
-def _read(event: bytes, answer: TimedAnswer, now_s: float) -> None:
+def _chunk(event: bytes) -> _CompletionChunk:
     try:
-        chunk: dict[str, Any] = json.loads(event)
-    except ValueError as error:
-        raise ProtocolError(f"an event that is not JSON: {event[:80]!r}") from error
-    if chunk.get("error"):
-        answer.error = str(chunk["error"].get("message", chunk["error"]))
-    for choice in chunk.get("choices") or ():
-        token_ids = choice.get("token_ids")
-        num_tokens = len(token_ids) if token_ids is not None else bool(choice.get("text"))
+        return msgspec.convert(json.loads(event), _CompletionChunk, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"an event that is none of a completion ({error}): {event[:80]!r}") from error
+
+
+def _read(chunk: _CompletionChunk, answer: TimedAnswer, now_s: float) -> None:
+    if chunk.error:
+        answer.error = reason_of(chunk.error)
+    num_before = len(answer.token_at_s)
+    for choice in chunk.choices or ():
+        token_ids = choice.token_ids
+        num_tokens = len(token_ids) if token_ids is not None else bool(choice.text)
         answer.token_ids += token_ids or ()
         answer.token_at_s += [now_s] * num_tokens
-    details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
-    answer.num_cached = details.get("cached_tokens") or answer.num_cached
+    answer.num_events += len(answer.token_at_s) > num_before
+    details = (chunk.usage or _CompletionUsage()).prompt_tokens_details or _PromptTokensDetails()
+    answer.num_cached = details.cached_tokens or answer.num_cached
 
 
-def _message(text: str) -> str:
+def _message(content: bytes) -> str:
+    """The reason in the body of an answer that is an error."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return text[:200]
+        return reason_of(json.loads(content)["error"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return content[:200].decode(errors="replace")
 
 
 def _seconds(text: str | None) -> float | None:
+    """A Retry-After, which is a number of seconds or a date; None for what is neither."""
     try:
-        return float(text) if text is not None else None
+        seconds = float(text or "")
     except ValueError:
-        return None
+        try:
+            seconds = email.utils.parsedate_to_datetime(text or "").timestamp() - clock.wall()
+        except (ValueError, OverflowError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 async def gather_at_once(

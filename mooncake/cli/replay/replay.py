@@ -161,9 +161,9 @@ class Replay:
             else:
                 measured.retry_after_s.append(answer.retry_after_s)
             return
-        if not answer.is_complete or len(answer.token_at_s) != num_output:
+        if not answer.is_complete or answer.num_tokens != num_output:
             recorder.status[place] = FAILED
-            short = f"{len(answer.token_at_s)} of {num_output} tokens came"
+            short = f"{answer.num_tokens} of {num_output} tokens came"
             measured.errors[answer.error or short] += 1
             return
         recorder.status[place] = DONE

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,13 @@ from typing import Any
 @dataclass
 class Served:
     """What a test configures, and what it reads afterwards."""
+
+    failing_models: int = 0
+    "The status with which the list of models is refused."
+    events: tuple[bytes, ...] | None = None
+    "Data of the events of every completion, instead of its tokens."
+    failure: tuple[int, bytes] | None = None
+    "Status and body of every completion."
 
     reject_every: int = 0
     "Every n-th completion gets a 429."
@@ -30,8 +38,8 @@ class Served:
 
 
 @contextmanager
-def serving(served: Served) -> Iterator[str]:
-    """Run the double; yield its address."""
+def serving(served: Served, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Run the double, over TLS with a context; yield its address."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -39,7 +47,9 @@ def serving(served: Served) -> Iterator[str]:
             pass
 
         def do_GET(self) -> None:
-            self._json(200, {"data": [{"id": name} for name in served.models]})
+            if served.failing_models:
+                return self._json(served.failing_models, {"error": {"message": "this key is not known"}})
+            return self._json(200, {"data": [{"id": name} for name in served.models]})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -52,6 +62,12 @@ def serving(served: Served) -> Iterator[str]:
             if served.reject_every and number % served.reject_every == 0:
                 headers = {} if served.retry_after is None else {"Retry-After": served.retry_after}
                 return self._json(429, {"error": {"message": "too much to do"}}, headers)
+            if served.failure is not None:
+                return self._send(*served.failure)
+            if served.events is not None:
+                return self._send(200, b"".join(b"data: " + event + b"\n\n" for event in served.events))
+            if not body["max_tokens"]:
+                return self._json(400, {"error": {"message": "max_tokens must be 1 or more"}})
             self.send_response(200)
             for name, value in served.answer_headers.items():
                 self.send_header(name, value)
@@ -69,7 +85,9 @@ def serving(served: Served) -> Iterator[str]:
             self.wfile.write(b"data: " + json.dumps(document).encode() + b"\n\n")
 
         def _json(self, status: int, document: Any, headers: dict[str, str] | None = None) -> None:
-            content = json.dumps(document).encode()
+            self._send(status, json.dumps(document).encode(), headers)
+
+        def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             for name, value in (headers or {}).items():
@@ -78,10 +96,12 @@ def serving(served: Served) -> Iterator[str]:
             self.wfile.write(content)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import email.utils
 import json
 from pathlib import Path
 
 import pytest
 
+from mooncake import clock
+from mooncake.cli.certs import CertsSettings, make
+from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.sim.serving.node_costs import load_costs
 from tests.cli.conftest import Run
 from tests.cli.replay.openai_double import Served, serving
@@ -152,6 +156,56 @@ def test_a_broken_row_is_found_before_anything_is_sent(mooncake: Run, tmp_path: 
     assert not served.bodies
 
 
+def sent(text: str, **more: object) -> bytes:
+    return json.dumps({"choices": [{"text": text}], **more}).encode()
+
+
+@pytest.mark.parametrize(
+    ("served", "reason"),
+    [
+        (
+            Served(failure=(503, "<h1>Dienst nicht verf\xfcgbar</h1>".encode("latin-1"))),
+            "nicht verf\ufffdgbar",
+        ),
+        (Served(failure=(500, b'{"error": "out of memory"}')), "failed, 2 times: out of memory"),
+        (Served(events=(b'{"error": "overloaded", "error_type": "x"}',)), "failed, 2 times: overloaded"),
+        (Served(events=(b'{"error": {"message": "a worker died"}}',)), "failed, 2 times: a worker died"),
+        (Served(events=(b"5",)), "an event that is none of a completion"),
+        (Served(events=(b'{"choices": [5]}',)), "an event that is none of a completion"),
+        (Served(events=(b'{"choices": [], "usage": "little"}',)), "an event that is none of a completion"),
+        (Served(events=(b"half an eve",)), "an event that is none of a completion"),
+    ],
+)
+def test_an_odd_answer_is_a_failed_request_and_not_the_end(
+    mooncake: Run, served: Served, reason: str
+) -> None:
+    with serving(served) as url:
+        done = mooncake("replay", LOAD.replace("requests=40", "requests=2"), "--url", url)
+    assert done.returncode == 1 and done.stderr == "error: no request was answered\n", done
+    assert reason in done.stdout and len(served.bodies) == 2
+
+
+def test_a_server_without_token_ids_is_believed_how_many_came(mooncake: Run, tmp_path: Path) -> None:
+    document = tmp_path / "r.json"
+    usage = sent("", usage={"completion_tokens": 5})
+    few = LOAD.replace("requests=40", "requests=2") + ",spread=0"
+    for events in (
+        (*[sent("a")] * 2, sent(""), *[sent("a")] * 2, usage),  # one token is part of a character
+        (sent("whole answer"), usage),
+        (sent(""), usage),
+        [sent("a")] * 5,  # no usage either: an event is a token
+    ):
+        with serving(Served(events=(*events, b"[DONE]"))) as url:
+            done = mooncake("replay", few, "--url", url, "--json", str(document))
+        assert done.returncode == 0, done
+        [run] = json.loads(document.read_text())["runs"]
+        assert run["summary"]["num_done"] == 2 and None not in run["requests"]["ttft_s"]
+    fewer = sent("", usage={"completion_tokens": 4})
+    with serving(Served(events=(*[sent("a")] * 5, fewer, b"[DONE]"))) as url:
+        done = mooncake("replay", few, "--url", url)
+    assert "failed, 2 times: 4 of 5 tokens came" in done.stdout
+
+
 def test_a_row_without_an_answer_gets_one_token_as_in_the_simulator(mooncake: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 0, "hash_ids": [0, 1]}\n')
@@ -179,3 +233,64 @@ def test_a_prediction_that_cannot_be_judged_is_not_called_right(mooncake: Run, t
         done = mooncake("replay", one_token, "--url", url, "--predict", *costs)
     assert json.loads(document.read_text())["accuracy"]["tbt_error"] is None, "there are no intervals"
     assert ", TBT - (" in done.stdout
+
+
+def test_a_date_in_retry_after_is_a_time_to_wait(mooncake: Run) -> None:
+    date = email.utils.formatdate(clock.wall() + 86_400, usegmt=True)
+    few = LOAD.replace("requests=40", "requests=2")
+    for retry_after, shown in (
+        (date, "86"),
+        ("-3", "0 to 0 s"),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", "0 to 0 s"),
+    ):
+        with serving(Served(reject_every=1, retry_after=retry_after)) as url:
+            done = mooncake("replay", few, "--url", url)
+        assert f"Retry-After of the rejected: {shown}" in done.stdout, done
+    with serving(Served(reject_every=1, retry_after="soon")) as url:
+        assert "2 rejections had no Retry-After" in mooncake("replay", few, "--url", url).stdout
+
+
+@pytest.mark.parametrize("command", [("replay", LOAD), ("calibrate",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("status", "code", "named"),
+    [
+        (401, 2, "/v1/models answers 401: this key is not known; pass --api-key"),
+        (500, 1, "/v1/models answers 500: this key is not known"),
+        (404, 1, "names no model; give one with --model"),
+    ],
+)
+def test_a_refused_list_of_models_says_why(
+    mooncake: Run, command: tuple[str, ...], status: int, code: int, named: str
+) -> None:
+    with serving(Served(failing_models=status)) as url:
+        done = mooncake(*command, "--url", url)
+    assert done.returncode == code and named in done.stderr, done
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_server_that_does_not_stream_cannot_be_calibrated(mooncake: Run, tmp_path: Path) -> None:
+    file = tmp_path / "costs.toml"
+    for events in (
+        (sent("whole answer"), sent("", usage={"completion_tokens": 4}), b"[DONE]"),
+        (sent("whole answer"), b"[DONE]"),
+    ):
+        served = Served(events=events)
+        with serving(served) as url:
+            done = mooncake("calibrate", "--url", url, "--out", str(file))
+        assert done.returncode == 1 and "sends all tokens of an answer in one event" in done.stderr, done
+        assert len(served.bodies) == 8, "it is found before anything is measured"
+    assert not file.exists()
+
+
+def test_a_gateway_that_requires_certificates_gets_ours(mooncake: Run, tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    files = SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
+    install_identity(identity := Identity(files))
+    few = LOAD.replace("requests=40", "requests=2")
+    try:
+        with serving(Served(), identity.server_tls) as url:
+            assert url.startswith("https://")
+            done = mooncake("replay", few, "--url", url)
+    finally:
+        install_identity(None)
+    assert done.returncode == 0, done.stderr
