@@ -22,6 +22,7 @@ from rich.table import Table
 from mooncake.cli.output import check_url, printable
 from mooncake.conductor.publisher_registry import DEFAULT_TENANT
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
+from mooncake.security import tool_identity
 
 _TIMEOUT_S = 10.0
 _BAR_WIDTH = 40
@@ -79,6 +80,20 @@ def _ask(path: str, name: str, url: str, admin_api_key: str, api_key: str) -> An
     return read_answer(content, url)
 
 
+class RefusedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: the admin key is for the server that was named."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def gateway_opener() -> urllib.request.OpenerDirector:
+    """What opens a gateway's pages: with this process's certificate where it has one, as a gateway with TLS
+    requires."""
+    tls = urllib.request.HTTPSHandler(context=tool_identity().client_tls)
+    return urllib.request.build_opener(RefusedRedirects(), tls)
+
+
 def ask_gateway(
     url: str,
     path: str,
@@ -90,13 +105,13 @@ def ask_gateway(
     """The content of a gateway's answer; ``refused`` words one that is an error.
 
     Raises:
-        InvalidArgument: the URL is malformed.
+        InvalidArgument: the URL is malformed, or this process's certificate or key can't be read.
         PeerLost, ProtocolError: the gateway is unreachable, or the server does not speak HTTP.
     """
     check_url(url)
     asking = urllib.request.Request(url + path, body, dict(headers))
     try:
-        with urllib.request.urlopen(asking, timeout=timeout_s) as response:
+        with gateway_opener().open(asking, timeout=timeout_s) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -170,12 +185,13 @@ def _candidates(found: dict[str, Any]) -> Table:
         table.add_column(name)
     chosen = found["prefill"] or found["decode"]
     for one in found["candidates"]:
+        instance = escape(one["instance"])  # an IPv6 address has brackets
         if one["why_not"]:
-            table.add_row(one["instance"], "", "", "", "", "", escape(one["why_not"]))
+            table.add_row(instance, "", "", "", "", "", escape(one["why_not"]))
             continue
         times = (f"{one[name]:.3f} s" for name in ("score_s", "queue_s", "fetch_s", "prefill_s"))
         mark = "chosen" if one["instance"] == chosen else ""
-        table.add_row(one["instance"], *times, str(one["cached_tokens"]), mark)
+        table.add_row(instance, *times, str(one["cached_tokens"]), mark)
     return table
 
 

@@ -33,6 +33,7 @@ from mooncake.cli.cluster_status import (
     read_status,
     roles_of,
 )
+from mooncake.cli.explain import gateway_opener
 from mooncake.cli.output import check_url, fail, print_json, printable, wide_console
 from mooncake.cli.store import opened
 from mooncake.cli.store_board import NARROW, board
@@ -72,13 +73,6 @@ class ClusterReading(msgspec.Struct, frozen=True):
     masters: list[MasterRow]
 
 
-class RefusedRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: the admin key is for the server that was named."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 class GatewayReader:
     """Reads a gateway's pages."""
 
@@ -86,8 +80,7 @@ class GatewayReader:
         check_url(url)
         self.url = url.rstrip("/")
         self._admin_key = admin_key
-        tls = urllib.request.HTTPSHandler(context=tool_identity().client_tls)
-        self._opener = urllib.request.build_opener(RefusedRedirects(), tls)
+        self._opener = gateway_opener()
         self._window = TrafficWindow()
 
     def status(self) -> tuple[GatewayStatus | None, str]:

@@ -7,19 +7,26 @@ What becomes of a URL that is none, and of a server that is no gateway, is the s
 
 from __future__ import annotations
 
+import http.server
 import io
+import json
 import socketserver
+import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from mooncake.cli.certs import CertsSettings, make
 from mooncake.cli.explain import misses, show, show_misses
-from mooncake.conductor.explanation import ActualTimes, Explanation
+from mooncake.conductor.explanation import ActualTimes, CandidateInstance, Explanation
 from mooncake.http.worker_stats import StageStats
+from mooncake.security import Identity, SecuritySettings, install_identity
 from tests.cli.conftest import Run
 
 QUERIES = ("explain x", "misses", "trace x", "what-if", "top --once --master 127.0.0.1:1", "chat")
@@ -42,9 +49,23 @@ def no_http() -> Iterator[str]:
         server.shutdown()
 
 
-def shown(actual: ActualTimes) -> str:
+def shown(actual: ActualTimes, *candidates: CandidateInstance) -> str:
     explanation = Explanation(
-        "r", 1.0, 100, "finished", "overlap", "soonest", "p", "d", "", 1, [], None, actual, None, []
+        "r",
+        1.0,
+        100,
+        "finished",
+        "overlap",
+        "soonest",
+        "p",
+        "d",
+        "",
+        1,
+        [*candidates],
+        None,
+        actual,
+        None,
+        [],
     )
     found: dict[str, Any] = msgspec.to_builtins(explanation)
     output = io.StringIO()
@@ -65,6 +86,15 @@ def test_the_stages_of_a_group_are_bars_on_one_axis() -> None:
 
 def test_without_a_group_there_is_no_such_table() -> None:
     assert "stages" not in shown(ActualTimes(prefill_s=4.1))
+
+
+def test_an_instance_s_ipv6_address_keeps_its_brackets() -> None:
+    text = shown(
+        ActualTimes(),
+        CandidateInstance("[fd00::11]:8101", 1.0),
+        CandidateInstance("[fd00::12]:8101", why_not="it drains"),
+    )
+    assert "[fd00::11]:8101" in text and "[fd00::12]:8101" in text
 
 
 LEFT = {
@@ -143,3 +173,56 @@ def test_a_server_of_another_protocol_is_named(mooncake: Run, query: str, no_htt
     assert done.returncode in (1, 2)
     assert no_http in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+
+
+@contextmanager
+def answering(
+    status: int, headers: dict[str, str], tls: ssl.SSLContext | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """A server with one answer; yields its URL and the admin keys that it was sent."""
+    keys: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            keys.append(self.headers.get("X-API-Key", ""))
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(json.dumps({"tenants": [], "differences": []}).encode())
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}", keys
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_admin_key_follows_no_redirection(mooncake: Run) -> None:
+    with (
+        answering(200, {}) as (other, keys),
+        answering(302, {"Location": f"{other}/v1/cache/misses"}) as (url, own_keys),
+    ):
+        done = mooncake("misses", "--url", url, "--admin-api-key", "swordfish")
+    assert done.returncode == 2 and f"{url} answered 302" in done.stderr, done
+    assert (own_keys, keys) == (["swordfish"], [])
+
+
+def test_a_gateway_that_requires_certificates_gets_ours(mooncake: Run, tmp_path: Path) -> None:
+    make(CertsSettings(folder=tmp_path))
+    files = SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
+    install_identity(identity := Identity(files))
+    try:
+        with answering(200, {}, identity.server_tls) as (url, keys):
+            done = mooncake("misses", "--url", url, "--admin-api-key", "swordfish")
+    finally:
+        install_identity(None)
+    assert done.returncode == 0 and keys == ["swordfish"], done
