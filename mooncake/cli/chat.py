@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TextIO
 
+import msgspec
 from msgspec import Meta
 
-from mooncake.cli.output import check_url, harmless
+from mooncake.cli.output import check_url, harmless, reason_of
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Secret
 from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
@@ -72,12 +73,13 @@ class ChatAnswer:
         """``cached 128 of 140 prompt tokens, first token after 0.05 s, 31 tokens at 25.1/s``"""
         parts = []
         if self.usage:
-            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            details = self.usage.get("prompt_tokens_details")
+            cached = (details.get("cached_tokens") if isinstance(details, dict) else None) or 0
             parts.append(f"cached {cached} of {self.usage.get('prompt_tokens', 0)} prompt tokens")
         if self.ttft_s is not None:
             parts.append(f"first token after {self.ttft_s:.2f} s")
-            num_tokens = self.usage.get("completion_tokens", 0)
-            if num_tokens > 1 and self.total_s > self.ttft_s:
+            num_tokens = self.usage.get("completion_tokens")
+            if isinstance(num_tokens, int) and num_tokens > 1 and self.total_s > self.ttft_s:
                 parts.append(
                     f"{num_tokens} tokens at {(num_tokens - 1) / (self.total_s - self.ttft_s):.1f}/s"
                 )
@@ -104,14 +106,18 @@ class ChatServer:
     def first_model(self) -> str:
         """Name of the first model that the server lists."""
         with self._request("GET", "/v1/models", None) as response:
-            content = response.read()
+            try:
+                content = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise _lost(self._settings.url, error) from error
         try:
             models = json.loads(content).get("data") or []
-        except (ValueError, AttributeError) as error:
-            raise ProtocolError(f"{self._settings.url} did not list models: {error}") from error
-        if not models:
-            raise ProtocolError(f"{self._settings.url} lists no model; is a worker attached?")
-        return str(models[0]["id"])
+            if not models:
+                raise ProtocolError(f"{self._settings.url} lists no model; is a worker attached?")
+            return str(models[0]["id"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = harmless(f"{type(error).__name__}: {error}")
+            raise ProtocolError(f"{self._settings.url} did not list models ({reason})") from error
 
     def ask(self, model: str, messages: list[dict[str, str]], answer: ChatAnswer) -> Iterator[str]:
         """Stream one answer; ``answer`` is filled as it arrives."""
@@ -126,10 +132,10 @@ class ChatServer:
         started = self._now()
         with self._request("POST", "/v1/chat/completions", body) as response:
             for event in _events(response, self._settings.url):
-                answer.usage = event.get("usage") or answer.usage
-                for choice in event.get("choices") or []:
-                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-                    piece = (choice.get("delta") or {}).get("content") or ""
+                answer.usage = event.usage or answer.usage
+                for choice in event.choices or []:
+                    answer.finish_reason = choice.finish_reason or answer.finish_reason
+                    piece = choice.delta.content if choice.delta is not None else None
                     if piece:
                         if answer.ttft_s is None:
                             answer.ttft_s = self._now() - started
@@ -172,15 +178,37 @@ class ChatServer:
 
 def _refusal(response: http.client.HTTPResponse, url: str) -> str:
     """The message of an OpenAI error object, or at least the status."""
-    content = response.read()
     try:
-        message = json.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        content = response.read()
+    except http.client.IncompleteRead as error:
+        content = error.partial
+    except (OSError, http.client.HTTPException):
+        content = b""
+    try:
+        message = reason_of(json.loads(content)["error"])
+    except (ValueError, LookupError, TypeError):
         message = content[:200].decode(errors="replace")
     return harmless(f"{url} answered {response.status} {response.reason}: {message}")
 
 
-def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, Any]]:
+class _ChatDelta(msgspec.Struct):
+    content: str | None = None
+
+
+class _ChatChoice(msgspec.Struct):
+    delta: _ChatDelta | None = None
+    finish_reason: str | None = None
+
+
+class _ChatChunk(msgspec.Struct):
+    """The part of an event that is read."""
+
+    error: Any = None
+    choices: list[_ChatChoice] | None = None
+    usage: dict[str, Any] | None = None
+
+
+def _events(response: http.client.HTTPResponse, url: str) -> Iterator[_ChatChunk]:
     """The server-sent events of a stream, until ``[DONE]``."""
     try:
         for line in response:
@@ -189,17 +217,22 @@ def _events(response: http.client.HTTPResponse, url: str) -> Iterator[dict[str, 
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            event = json.loads(data)
-            if "error" in event:
-                reason = event["error"].get("message", event["error"])
-                raise ProtocolError(harmless(f"{url} aborted: {reason}"))
+            event = msgspec.convert(json.loads(data), _ChatChunk)
+            if event.error:
+                raise ProtocolError(harmless(f"{url} aborted: {reason_of(event.error)}"))
             yield event
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"{url} sent an event that is none of a chat: {error}") from error
     except TimeoutError as error:
         raise DeadlineExceeded(f"{url} stopped in the middle of an answer") from error
-    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-        reason = harmless(str(error))
-        raise PeerLost(f"{url} lost the connection in the middle of an answer ({reason})") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _lost(url, error) from error
     raise PeerLost(f"{url} ended the stream before the end of the answer")
+
+
+def _lost(url: str, error: Exception) -> PeerLost:
+    reason = harmless(str(error))
+    return PeerLost(f"{url} lost the connection in the middle of an answer ({reason})")
 
 
 class Conversation:

@@ -29,6 +29,7 @@ class OpenAi(http.server.ThreadingHTTPServer):
         self.failure: str | None = None
         self.text = ["Par", "is."]
         self.reason = "the worker died"
+        self.event: Any = None
         self.usage: dict[str, Any] = {
             "prompt_tokens": 40,
             "completion_tokens": 3,
@@ -50,6 +51,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.failure == "a page":
             self._reply(200, "<html>")
             return
+        if self.server.failure == "half a list":
+            self._reply(200, '{"data": [', length=1000)
+            return
         self._reply(200, json.dumps({"data": [{"id": name} for name in self.server.models]}))
 
     def do_POST(self) -> None:
@@ -60,6 +64,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.failure == "refused with commands":
             self._reply(400, json.dumps({"error": {"message": self.server.reason}}))
             return
+        if self.server.failure == "half a refusal":
+            self._reply(500, '{"error": {"mess', length=1000)
+            return
         events: list[Any] = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
             {"choices": [{"delta": {"content": self.server.text[0]}}]},
@@ -68,13 +75,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ]
         if self.server.failure == "error event":
             events[2:] = [{"error": {"message": self.server.reason}}]
+        events[2:] = events[2:] if self.server.event is None else [self.server.event, *events[2:]]
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         if self.server.failure != "cut off":
             lines.append("data: [DONE]\n\n")
         self._reply(200, "".join(lines))
 
-    def _reply(self, status: int, body: str) -> None:
+    def _reply(self, status: int, body: str, length: int | None = None) -> None:
         self.send_response(status)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -144,6 +154,41 @@ def test_a_failed_question_is_reported_and_dropped(openai: OpenAi, failure: str,
     openai.failure = None
     assert conversation.say("capital?")
     assert len(openai.requests[-1]["messages"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"error": "overloaded", "error_type": "x"}, "aborted: overloaded"),
+        (5, "sent an event that is none of a chat: Expected `object`, got `int`"),
+        ({"choices": [5]}, "sent an event that is none of a chat: Expected `object`, got `int`"),
+        ({"choices": [{"delta": "a"}]}, "sent an event that is none of a chat: Expected `object | null`"),
+    ],
+)
+def test_an_odd_event_is_a_failed_question(openai: OpenAi, event: object, message: str) -> None:
+    openai.event = event
+    conversation, text = talk(openai, "capital?")
+    assert f"error: {openai.url} {message}" in text
+    assert conversation.messages == []
+
+
+def test_an_event_without_an_error_may_say_so(openai: OpenAi) -> None:
+    openai.event = {"error": None, "choices": [{"delta": None}], "usage": None}
+    openai.usage = {"completion_tokens": "3", "prompt_tokens_details": "none"}
+    _, text = talk(openai, "capital?")
+    assert text == "Paris.\n[cached 0 of 0 prompt tokens, first token after 1.00 s]\n"
+
+
+def test_half_an_answer_is_no_traceback(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> None:
+    openai.failure = "half a refusal"
+    _, text = talk(openai, "capital?")
+    assert f"error: {openai.url} answered 500 Internal Server Error: " + '{"error": {"mess\n' in text
+    openai.failure = "half a list"
+    with pytest.raises(SystemExit) as exit:
+        main(["chat", "--url", openai.url])
+    assert exit.value.code == 1
+    error = f"error: {openai.url} lost the connection in the middle of an answer"
+    assert capsys.readouterr().err.startswith(error)
 
 
 @pytest.mark.parametrize(
