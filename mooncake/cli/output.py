@@ -22,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, cause_of
 
 
@@ -78,6 +79,14 @@ def read_span(text: str, field: str, more: str = "") -> float:
     if match is None or not float(match[1]):
         raise InvalidArgument(field, text, f"a duration such as 30s, 10m, 2h or 1d {more}".rstrip())
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def read_size(text: str, field: str) -> int:
+    """Bytes in ``4096``, ``64MiB`` or ``256GB``. Raises InvalidArgument, naming ``field``."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise InvalidArgument(field, text, "a size such as 16MiB") from error
 
 
 def check_url(url: str, field: str = "--url") -> None:

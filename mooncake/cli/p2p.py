@@ -20,9 +20,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
-from mooncake.cli.output import fail, print_json, size_text
+from mooncake.cli.output import fail, print_json, read_size, size_text
 from mooncake.cli.role_command import run_until_stopped
-from mooncake.config import parse_size
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.log import setup_logging
 from mooncake.p2p import LoadProgress, P2pSettings, P2PStore, VersionInfo
@@ -110,7 +109,10 @@ def get(
         _get_there(at, name, folder, digest, number)
         return
     settings = P2pSettings(
-        host=host, port=port, peers=tuple(peers or ()), limit_rate_bytes=parse_size(limit_rate)
+        host=host,
+        port=port,
+        peers=tuple(peers or ()),
+        limit_rate_bytes=read_size(limit_rate, "--limit-rate"),
     )
 
     target = Path(folder).absolute()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.cli import main
+from mooncake.cli import bench, main
 from mooncake.cli.bench import device_ceilings, gloo
 from mooncake.cli.bench.gloo import Gloo, GlooRow
 from mooncake.cli.bench.measurements import KIB, MIB, SHAPES, CeilingRow, Row, Shape, measure_paths
@@ -205,3 +205,74 @@ def test_an_unknown_path_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "transfer", "--path", "pigeon"])
     assert exit.value.code == 2
     assert "path is 'pigeon'; allowed: some of shm, shm+crc, tcp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ("--folder", "/nonexistent"),
+            "--folder is '/nonexistent'; allowed: a folder that can be written to",
+        ),
+        (("--largest", "1KiB"), "--largest is '1KiB'; allowed: at least 4KiB"),
+        (("--largest", "much"), "--largest is 'much'; allowed: a size"),
+        (
+            ("--plot", "/nonexistent/b.png"),
+            "--plot is '/nonexistent/b.png'; allowed: a file that can be written",
+        ),
+        (("--plot", "b.word"), "--plot is 'b.word'; allowed: a name that ends in one of "),
+        (("--plot", "b"), "--plot is 'b'; allowed: a name that ends in one of "),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_measured(
+    words: tuple[str, str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if words[0] == "--plot":
+        pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[plot]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "_measured", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(SystemExit) as exit:
+        main(["bench", "transfer", *words])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.startswith(f"error: {named}") and len(error.splitlines()) == 1, (
+        error
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (
+            "#!/bin/sh\necho 'io_uring_queue_init: Operation not permitted' >&2\nexit 1\n",
+            "Operation not permitted",
+        ),
+        ("#!/bin/sh\necho warning\n", "did not answer as JSON"),
+        ("#!/nonexistent\n", "No such file or directory"),
+    ],
+    ids=["refused", "no JSON", "no program"],
+)
+def test_a_fio_that_cannot_run_is_skipped_with_the_reason(
+    program: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fio = tmp_path / "fio"
+    fio.write_text(program)
+    fio.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = ["bench", "transfer", "--quick", "--path", "file", "--largest", "4KiB", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit:
+        main(words)
+    shown = capsys.readouterr()
+    assert exit.value.code == 0, shown.err
+    [line] = [line for line in shown.out.splitlines() if line.startswith("skipped: fio: ")]
+    assert why in line
+    assert any(line.startswith("file ") for line in shown.out.splitlines()), "the path itself is measured"

@@ -72,6 +72,7 @@ def test_what_is_wrong_is_said_in_a_line(
     for status, reason, words in (
         (2, "--peer", ("get", "m", "x")),
         (2, "NAME@", ("get", "m@new", "x", "--at", one.address)),
+        (2, "--limit-rate is 'abc'", ("get", "m", "x", "--peer", one.address, "--limit-rate", "abc")),
         (1, "no peer has", ("get", "m", "x", "--at", one.address)),
         (1, "no peer has", ("get", "m", str(tmp_path / "x"), "--peer", one.address)),
         (1, "no peer answers", ("get", "m", str(tmp_path / "x"), "--peer", "127.0.0.1:9")),

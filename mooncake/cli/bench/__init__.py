@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mooncake.cli.bench.ceilings import Ceiling, DriverCopy, Fio, Memcpy, RawStreams
+from mooncake.cli.bench.ceilings import READ, Ceiling, DriverCopy, Fio, Memcpy, RawStreams
 from mooncake.cli.bench.gloo import COMPARED_PATHS, GLOO, Gloo, GlooRow, compare_with_gloo
 from mooncake.cli.bench.measurements import (
     KIB,
@@ -28,11 +28,11 @@ from mooncake.cli.bench.measurements import (
     measure_ping,
 )
 from mooncake.cli.bench.paths import LOCAL_FILE, STREAMS, Paths, available, candidate_engines
-from mooncake.cli.bench.report import BenchReport, describe_machine, draw, render
+from mooncake.cli.bench.report import BenchReport, check_plot, describe_machine, draw, render
 from mooncake.cli.bench.target import DEVICE, FILE
-from mooncake.cli.output import check_writable, write_whole
-from mooncake.config import parse_size
-from mooncake.errors import InvalidArgument, Unavailable
+from mooncake.cli.output import check_writable, read_size, write_whole
+from mooncake.config import format_size
+from mooncake.errors import InvalidArgument, Unavailable, cause_of
 
 WINDOW_BYTES = 256 * MIB
 """Both sides cycle through so much memory, so that it does not fit into the cache."""
@@ -54,13 +54,20 @@ def bench_transfer(
         InvalidArgument: a path that does not exist, nothing to measure, or a file that can't be written.
         ProtocolError: wrong bytes arrived.
     """
-    if plot_file is not None:
-        import matplotlib  # noqa: F401 - a missing extra is reported before minutes of measuring
+    check_plot(plot_file)  # before minutes of measuring
     check_writable(json_file, "--json")
-    largest_bytes = _size(largest)
+    largest_bytes, least_bytes = read_size(largest, "--largest"), min(shape.num_bytes for shape in SHAPES)
+    if largest_bytes < least_bytes:
+        raise InvalidArgument(
+            "--largest", largest, f"at least {format_size(least_bytes)}, the smallest transfer"
+        )
     shapes = [shape for shape in SHAPES if shape.num_bytes <= largest_bytes]
     with ExitStack() as stack:
-        made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        try:
+            made = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        except OSError as error:
+            allowed = f"a folder that can be written to ({cause_of(error)})"
+            raise InvalidArgument("--folder", str(folder or ""), allowed) from error
         report = _measured(wanted_names, rounds, shapes, Path(made), stack)
     print(render(report), flush=True)
     if json_file is not None:
@@ -76,11 +83,9 @@ def _measured(
     wanted_paths = [name for name in wanted_names if name != GLOO]
     only_gloo = bool(wanted_names) and not wanted_paths
     subjects, skipped = available(COMPARED_PATHS if only_gloo else wanted_paths, engines)
-    if not subjects or not shapes:
+    if not subjects:
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise InvalidArgument(
-            "path", list(wanted_names), f"something that is available here ({why or 'nothing to do'})"
-        )
+        raise InvalidArgument("path", list(wanted_names), f"something that is available here ({why})")
     window_bytes = min(WINDOW_BYTES, 2 * max(shape.num_bytes for shape in shapes))
     paths = Paths(subjects, window_bytes, engines, folder)
     stack.callback(paths.close)
@@ -92,7 +97,9 @@ def _measured(
     if FILE in paths.windows:
         try:
             # The file that ours moves to and from: a host may have one in its cache and not another.
-            ceilings["fio"] = Fio(folder / LOCAL_FILE, window_bytes, paths.engines[FILE].settings.file_depth)
+            fio = Fio(folder / LOCAL_FILE, window_bytes, paths.engines[FILE].settings.file_depth)
+            fio.move(READ, 4 * KIB, 1, 1)  # it may be installed and not allowed to use io_uring
+            ceilings["fio"] = fio
         except Unavailable as error:
             skipped["fio"] = str(error)
     ping_us = None
@@ -128,13 +135,6 @@ def device_ceilings(paths: Paths, window_bytes: int) -> dict[str, Ceiling]:
         (name := f"driver {place}"): DriverCopy(name, library, region.address, spare, window_bytes)
         for place, region in places.items()
     }
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise InvalidArgument("--largest", text, "a size such as 16MiB") from error
 
 
 def _show_progress(text: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from mooncake.errors import Unavailable
+from mooncake.errors import Unavailable, cause_of
 
 WRITE, READ = "write", "read"
 FIO_MS = 300
@@ -262,8 +262,14 @@ def _fio_program() -> str:
 
 def _ran(program: str, words: list[str]) -> dict[str, Any]:
     """Run fio; returns the results of its first job, or of all that are reported together."""
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"fio failed: {cause_of(error)}") from error
     if done.returncode != 0:
         raise Unavailable(f"fio failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
-    job: dict[str, Any] = json.loads(done.stdout)["jobs"][0]
+    try:
+        job: dict[str, Any] = json.loads(done.stdout)["jobs"][0]
+    except (ValueError, LookupError, TypeError) as error:
+        raise Unavailable(f"fio did not answer as JSON: {done.stdout[:80]!r}") from error
     return job

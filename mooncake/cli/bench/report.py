@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mooncake.cli.bench.gloo import GLOO, GlooRow
 from mooncake.cli.bench.measurements import KIB, MIB, CeilingRow, Row
+from mooncake.cli.output import check_writable
+from mooncake.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -210,6 +212,23 @@ CEILING_STYLE = {"one thread": "--", "fio": "-."}
 COLOURS = ("#0072b2", "#56b4e9", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#000000", "#8c6d31")
 """Colours that colour-blind readers can distinguish."""
 GB_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
+
+
+def check_plot(file: Path | None) -> None:
+    """Check that ``draw`` can write this file; None is right.
+
+    Raises:
+        InvalidArgument: it can't be written, or its suffix names no format of pictures.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    check_writable(file, "--plot")
+    if file is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if file.suffix[1:].lower() not in formats:
+        raise InvalidArgument("--plot", str(file), f"a name that ends in one of .{', .'.join(formats)}")
 
 
 def draw(report: BenchReport, file: Path) -> None:
