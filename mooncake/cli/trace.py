@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake.cli.explain import ask_gateway, no_gateway, read_answer
-from mooncake.cli.output import write_whole
+from mooncake.cli.output import check_writable, write_whole
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 from mooncake.tracing.perfetto import trace_events
 from mooncake.tracing.spans import Span
@@ -54,10 +54,13 @@ def trace(name: str, url: str, key: str, as_json: bool, perfetto: Path | None) -
     """Query the gateway at ``url``, and print or write the trace.
 
     Raises:
-        InvalidArgument: no trace of such a request is kept, or the URL is malformed.
+        InvalidArgument: no trace of such a request is kept, the URL is malformed, or both forms are wanted.
         AccessDenied: a key is required.
         PeerLost, ProtocolError: the gateway is unreachable, or the server is no gateway.
     """
+    if as_json and perfetto is not None:
+        raise InvalidArgument("--perfetto", str(perfetto), "left out with --json, which prints the answer")
+    check_writable(perfetto, "--perfetto")
     content = _fetch(name, url.rstrip("/"), key)
     if as_json:
         print(json.dumps(read_answer(content, url), indent=2))
@@ -100,8 +103,8 @@ def show(console: Console, found: FetchedTrace) -> None:
     whole_s = max(span.end_s for span in found.spans) - root.start_s
     services = {(span.service, span.instance): None for span in found.spans}
     console.print(
-        f"[bold]{escape(found.id)}[/bold]  trace {found.trace_id}, {_duration(root.end_s - root.start_s)}, "
-        f"{len(found.spans)} spans of {len(services)} processes",
+        f"[bold]{escape(found.id)}[/bold]  trace {escape(found.trace_id)}, "
+        f"{_duration(root.end_s - root.start_s)}, {len(found.spans)} spans of {len(services)} processes",
         highlight=False,
     )
     is_wide = console.width >= _WIDE

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from mooncake.cli import trace
 from mooncake.cli.trace import FetchedTrace, show
 from mooncake.tracing import Span
+from tests.cli.conftest import Run
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -62,3 +66,21 @@ def test_a_very_narrow_terminal_cuts_names_before_times() -> None:
 
 def test_a_process_that_did_not_answer_is_named() -> None:
     assert shown(180, ["host:2"])[-1] == "host:2 did not return its spans"
+
+
+def test_a_file_that_would_not_be_written_is_refused_before_the_gateway_is_asked(
+    mooncake: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fetch(name: str, url: str, key: str) -> bytes:
+        asked.append(name)
+        return b"{}"
+
+    monkeypatch.setattr(trace, "_fetch", fetch)
+    done = mooncake("trace", "cmpl-1", "--json", "--perfetto", str(tmp_path / "trace.json"))
+    assert done.returncode == 2 and "allowed: left out with --json" in done.stderr, done
+    done = mooncake("trace", "cmpl-1", "--perfetto", str(tmp_path / "none" / "trace.json"))
+    assert done.returncode == 2 and "error: --perfetto is " in done.stderr, done
+    assert not asked and not [*tmp_path.iterdir()]
+    assert mooncake("trace", "cmpl-1", "--json").stdout == "{}\n"
