@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options for requests, objectives and machines that commands share, and their interpretation."""
+"""Options for requests, objectives and machines that commands share, and their interpretation.
+
+Whether a text is a file is asked with ``os.path.isfile``: a text that can be no path, which ``Path`` raises
+for, is none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import shutil
 import sys
@@ -173,7 +178,7 @@ def requests_of(spec: str, options: TraceOptions) -> TraceRequests:
     generator = generators.parse(spec)
     if generator is None:
         spooled = _spooled(spec)
-        if spooled is None and not Path(spec).is_file():
+        if spooled is None and not os.path.isfile(spec):
             kinds = ", ".join(f"{kind}:..." for kind in generators.KINDS)
             allowed = f"a file that exists, a pipe, - for standard input, or {kinds}"
             raise InvalidArgument("TRACE", spec, allowed)
@@ -195,7 +200,7 @@ def requests_of(spec: str, options: TraceOptions) -> TraceRequests:
 
 def _spooled(spec: str) -> IO[bytes] | None:
     """A copy of standard input (``-``) or of a pipe; None for other files."""
-    if spec != "-" and not Path(spec).is_fifo():
+    if spec != "-" and not (os.path.exists(spec) and Path(spec).is_fifo()):
         return None
     copy = tempfile.NamedTemporaryFile(prefix="mooncake-trace-", suffix=".spooled")  # noqa: SIM115, kept open
     with open(sys.stdin.fileno() if spec == "-" else spec, "rb", closefd=spec != "-") as source:
@@ -211,10 +216,10 @@ def cluster_of(text: str, costs: str, changes: Sequence[str], block_tokens: int)
 
 def offer_of(text: str, costs: str, changes: Sequence[str], block_tokens: int) -> ClusterOffer:
     """The same with its name (``NAME=`` before it, else the whole text) and that of its hardware."""
-    named = None if Path(text).is_file() else _NAMED.fullmatch(text)
+    named = None if os.path.isfile(text) else _NAMED.fullmatch(text)
     title, form = (named[1].strip(), named[2]) if named else (text, text)
     own_changes: list[str] = []
-    if not Path(form).is_file():
+    if not os.path.isfile(form):
         form, *own_changes = form.split(",")
         form, is_given, given = form.partition("@")
         costs = given if is_given else costs
@@ -257,7 +262,7 @@ def _fields_of(form: str, costs: str) -> tuple[dict[str, Any], str]:
         return fields, costs
     if match := _COLOCATED.fullmatch(form):
         return {"num_prefill": int(match[1]), "num_decode": 0, "mode": match[2].lower()}, costs
-    if Path(form).is_file():
+    if os.path.isfile(form):
         fields = _file(form)
         return fields, str(fields.pop("costs", costs))
     raise InvalidArgument("--cluster", form, CLUSTER_FORMS)
@@ -271,7 +276,7 @@ class _Hardware(NamedTuple):
 
 def _hardware_of(costs: str) -> _Hardware:
     """``PREFILL``, ``PREFILL+DECODE``, and ``:spot`` behind the first."""
-    if Path(costs).is_file():
+    if os.path.isfile(costs):
         return _Hardware(costs, costs, False)
     prefill, _, decode = costs.partition("+")
     if decode.endswith(_SPOT):
@@ -285,16 +290,16 @@ def _hardware_of(costs: str) -> _Hardware:
 @functools.cache
 def _costs_of(name: str) -> NodeCosts:
     """A built-in node, a file, or one that is fitted to rows, once a process."""
-    rows = None if Path(name).is_file() else RowCosts.parse(name)
+    rows = None if os.path.isfile(name) else RowCosts.parse(name)
     return load_costs(name) if rows is None else rows.costs()
 
 
 def hardware_name(costs: str) -> str:
     """Name of the hardware of a costs file, or of rows; a built-in one is its own."""
-    rows = None if Path(costs).is_file() else RowCosts.parse(costs)
+    rows = None if os.path.isfile(costs) else RowCosts.parse(costs)
     if rows is not None:
         return rows.hardware(_costs_of(costs))
-    return Path(costs).stem if Path(costs).is_file() else costs
+    return Path(costs).stem if os.path.isfile(costs) else costs
 
 
 def _file(path: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -133,7 +134,7 @@ def load_costs(name_or_path: str) -> NodeCosts:
     text: str
     if name_or_path in builtin_costs():
         text = (importlib.resources.files("mooncake.sim") / "data" / f"{name_or_path}.toml").read_text()
-    elif Path(name_or_path).is_file():
+    elif os.path.isfile(name_or_path):  # False also of a text that is too long for a path
         text = Path(name_or_path).read_text()
     else:
         raise InvalidArgument("costs", name_or_path, f"a file, or one of {', '.join(builtin_costs())}")

@@ -191,3 +191,15 @@ def test_a_trace_is_read_as_options_say(mooncake: Run, tmp_path: Path) -> None:
 def test_bad_requests_are_named(spec: str, options: TraceOptions, named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         requests_of(spec, options)
+
+
+def test_a_text_that_is_too_long_for_a_path_is_no_file() -> None:
+    changes = ",".join(f"cache_tokens={number}" for number in range(100_000, 100_030))
+    assert cluster_of(f"8P8D,{changes}", COSTS, [], 64).node_costs.cache_tokens == 100_029
+    long = "a" * 300
+    with pytest.raises(InvalidArgument, match=r"TRACE is 'aaa.*a file that exists"):
+        requests_of(long, TraceOptions())
+    with pytest.raises(InvalidArgument, match="--cluster is 'aaa"):
+        cluster_of(long, COSTS, [], 64)
+    with pytest.raises(InvalidArgument, match="costs is 'aaa"):
+        cluster_of("8P8D", long, [], 64)
