@@ -43,7 +43,7 @@ from mooncake.cli.simulation.options import (
     known_settings,
     requests_of,
 )
-from mooncake.cli.simulation.report import ClusterRun, render_html, table
+from mooncake.cli.simulation.report import ClusterRun, check_html, render_html, table
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
@@ -304,7 +304,7 @@ def replay_command(
         if value is not None and not predict:
             raise InvalidArgument(option, value, "left out without --predict")
     check_writable(json_file, "--json")
-    check_writable(html_file, "--html")
+    check_html(html_file)
     options = TraceOptions(
         format=trace_format,
         time_unit=time_unit,

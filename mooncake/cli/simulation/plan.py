@@ -37,7 +37,7 @@ from mooncake.cli.simulation.options import (
     offer_of,
     requests_of,
 )
-from mooncake.cli.simulation.report import PlainTable, costs_tables, render_tables
+from mooncake.cli.simulation.report import PlainTable, costs_tables, objectives_text, render_tables
 from mooncake.cli.simulation.reuse import reuse_tables
 from mooncake.errors import InvalidArgument
 from mooncake.sim.serving import simulate
@@ -196,8 +196,8 @@ def plan_command(
     known_settings("policy", "scheduling", [policy])
     objectives = Objectives(slo_ttft_s, slo_tbt_s, attainment)
     prices = read_prices(prices_file)
-    wanted = f"TTFT <= {slo_ttft_s:g} s, TBT <= {slo_tbt_s * 1000:g} ms"
-    title = f"{requests.name}: {attainment:.0%} of requests with {wanted}"
+    wanted = objectives_text(slo_ttft_s, slo_tbt_s)
+    title = f"{requests.name}: {attainment:.0%} of requests {f'with {wanted}' if wanted else 'completed'}"
     given = [f"ssd_tokens={ssd_tokens}", *(changes or [])]
     document: dict[str, object] = {"trace": requests.name}
     plans: dict[str, CapacityPlan] = {}
@@ -258,7 +258,7 @@ def plan_command(
         shown = offers[0].spec if clusters else _found_spec(plans, bases)
         tables = [*reuse_tables(reuse, *_caches(shown)), *tables]
     console = wide_console()
-    console.print(title)
+    console.print(title, markup=False)
     for table in tables:
         console.print(table.on_console())
     if json_file is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs as a table, one column per figure and one row per run; the same with plots as an HTML file.
 
-The HTML file needs nothing but a browser. Its plots are matplotlib's, drawn as SVG into the page. Lines of
-all runs share each plot, because the questions to a report are "which of them, and when did it go wrong?".
+A run is simulated, or measured on a live cluster, of which its clients see less: both are named as what they
+are. The HTML file needs nothing but a browser. Its plots are matplotlib's, drawn as SVG into the page. Lines
+of all runs share each plot, because the questions to a report are "which of them, and when did it go wrong?".
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from mooncake.cli.bench.report import COLOURS
+from mooncake.cli.output import check_writable
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.results import RunResults, Summary
 
@@ -80,16 +84,18 @@ def _times_of(one: Summary) -> tuple[str, str, str]:
 
 def table(trace: str, runs: list[ClusterRun]) -> Table:
     first = runs[0].summary
-    objectives = [f"TTFT <= {first.slo_ttft_s:g} s"] if first.slo_ttft_s else []
-    objectives += [f"TBT <= {first.slo_tbt_s * 1000:g} ms"] if first.slo_tbt_s else []
-    within = f" within {', '.join(objectives)}" if objectives else ", for there are no objectives"
     caption = (
-        f"good: completed{within}; TBT is the mean of the longest tenth of a request's intervals."
-        "\nlate: rejected after prefill. failed: longer than a node's memory. "
-        "prefill s: of a node's time, mean over requests."
+        f"good: completed{_within(first)}; TBT is the mean of the longest tenth of a request's intervals.\n"
     )
+    simulated, measured = "longer than a node's memory", "not answered, or not with all tokens"
+    if all(run.is_measured for run in runs):
+        caption += f"failed: {measured}."
+    else:
+        also = f"; measured: {measured}" if any(run.is_measured for run in runs) else ""
+        caption += f"late: rejected after prefill. failed: {simulated}{also}. "
+        caption += "prefill s: of a node's time, mean over requests."
     shown = Table(
-        title=f"{trace}: {first.num_requests:,} requests",
+        title=escape(f"{trace}: {first.num_requests:,} requests"),
         caption=caption,
         title_justify="left",
         caption_justify="left",
@@ -98,8 +104,20 @@ def table(trace: str, runs: list[ClusterRun]) -> Table:
     for number, heading in enumerate(HEADINGS):
         shown.add_column(heading, justify="right" if number else "left", overflow="fold")
     for run in runs:
-        shown.add_row(*cells(run))
+        shown.add_row(*map(escape, cells(run)))
     return shown
+
+
+def objectives_text(slo_ttft_s: float, slo_tbt_s: float) -> str:
+    """``TTFT <= 30 s, TBT <= 100 ms``; empty where neither is one."""
+    objectives = [f"TTFT <= {slo_ttft_s:g} s"] if slo_ttft_s else []
+    objectives += [f"TBT <= {slo_tbt_s * 1000:g} ms"] if slo_tbt_s else []
+    return ", ".join(objectives)
+
+
+def _within(one: Summary) -> str:
+    objectives = objectives_text(one.slo_ttft_s, one.slo_tbt_s)
+    return f" within {objectives}" if objectives else ", for there are no objectives"
 
 
 @dataclass(frozen=True)
@@ -112,13 +130,14 @@ class PlainTable:
     caption: str = ""
 
     def on_console(self) -> Table:
-        shown = Table(title=self.title or None, caption=self.caption or None, box=box.SIMPLE)
+        title, caption = escape(self.title) or None, escape(self.caption) or None
+        shown = Table(title=title, caption=caption, box=box.SIMPLE)
         shown.title_justify = shown.caption_justify = "left"
         for number, heading in enumerate(self.headings):
             # A name is folded where there is no room: two that are cut short may look the same.
-            shown.add_column(heading, justify="right" if number else "left", overflow="fold")
+            shown.add_column(escape(heading), justify="right" if number else "left", overflow="fold")
         for row in self.rows:
-            shown.add_row(*row)
+            shown.add_row(*map(escape, row))
         return shown
 
     def in_html(self) -> str:
@@ -167,25 +186,38 @@ figure { margin: 1.5rem 0 } figcaption { color: #555 } svg { max-width: 100%; he
 """
 
 
+def check_html(file: Path | None) -> None:
+    """Check, before long work, that ``render_html`` can draw for this file; None is right.
+
+    Raises:
+        InvalidArgument: it can't be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    check_writable(file, "--html")
+    if file is not None:
+        import matplotlib  # noqa: F401
+
+
 def render_html(trace: str, runs: list[ClusterRun]) -> str:
     """The report. Raises ModuleNotFoundError without matplotlib."""
     figures = "\n".join(
-        f"<figure>{_svg(draw, runs)}<figcaption>{html.escape(caption)}</figcaption></figure>"
-        for draw, caption in PLOTS
+        f"<figure>{_svg(plot.draw, shown)}<figcaption>{html.escape(plot.caption)}</figcaption></figure>"
+        for plot in PLOTS
+        if (shown := [run for run in runs if not (plot.is_inside and run.is_measured)])
     )
     heading = "".join(f"<th>{html.escape(one)}</th>" for one in HEADINGS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(run)) + "</tr>" for run in runs
     )
-    first = runs[0].summary
-    objectives = f"TTFT at most {first.slo_ttft_s:g} s and TBT at most {first.slo_tbt_s * 1000:g} ms"
+    kinds = dict.fromkeys("measured" if run.is_measured else "simulated" for run in runs)
+    how = " and ".join(kinds)
     took = ", ".join(f"{html.escape(run.name)} in {run.took_s:.1f} s" for run in runs)
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{html.escape(trace)}: simulated</title><style>{_STYLE}</style>
-<h1>{html.escape(trace)}, simulated</h1>
-<p>Good requests are completed with {objectives}; TBT is the mean of the longest tenth of a request's
-intervals between tokens. Dotted lines are the objectives. Simulated: {took}.</p>
+<title>{html.escape(trace)}: {how}</title><style>{_STYLE}</style>
+<h1>{html.escape(trace)}, {how}</h1>
+<p>Good requests are completed{html.escape(_within(runs[0].summary))}; TBT is the mean of the longest tenth of
+a request's intervals between tokens. Dotted lines are the objectives. The runs took: {took}.</p>
 <table><tr>{heading}</tr>{rows}</table>
 <div class="plots">{figures}</div></html>
 """
@@ -258,7 +290,10 @@ def _queue(axes: Axes, runs: list[ClusterRun]) -> None:
 
 
 def _running(axes: Axes, runs: list[ClusterRun]) -> None:
-    _over_time(axes, runs, "requests being decoded", lambda line: line.num_running)
+    label = (
+        "requests sent and not ended" if any(run.is_measured for run in runs) else "requests being decoded"
+    )
+    _over_time(axes, runs, label, lambda line: line.num_running)
 
 
 def _hits(axes: Axes, runs: list[ClusterRun]) -> None:
@@ -284,15 +319,24 @@ def _replicas(axes: Axes, runs: list[ClusterRun]) -> None:
         axes.plot(line.at_s[::step] / 60, line.replicas_top100[::step], ":", color=_colour(number))
 
 
-PLOTS: tuple[tuple[Callable[[Axes, list[ClusterRun]], None], str], ...] = (
-    (_ttft, "Time to the first token: the share of completed requests that had it by then."),
-    (_tbt, "Time between tokens, longest tenth."),
-    (_queue, "Load of prefill over time."),
-    (_running, "Load of decode over time."),
-    (_hits, "Prompt tokens that were not computed, of those requested."),
-    (_rejections, "Rejections."),
-    (
+@dataclass(frozen=True)
+class ReportPlot:
+    draw: Callable[[Axes, list[ClusterRun]], None]
+    caption: str
+    is_inside: bool = False
+    """It shows the inside of a cluster, which is not known of a measured one."""
+
+
+PLOTS = (
+    ReportPlot(_ttft, "Time to the first token: the share of completed requests that had it by then."),
+    ReportPlot(_tbt, "Time between tokens, longest tenth."),
+    ReportPlot(_queue, "Load of prefill over time.", is_inside=True),
+    ReportPlot(_running, "Load over time: requests being decoded; measured, those sent and not ended."),
+    ReportPlot(_hits, "Prompt tokens that were not computed, of those requested."),
+    ReportPlot(_rejections, "Rejections."),
+    ReportPlot(
         _replicas,
         "Replicas of hot blocks, on average: the 10 most used (solid) and the 100 most used (dotted).",
+        is_inside=True,
     ),
 )

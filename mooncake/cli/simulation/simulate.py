@@ -38,6 +38,7 @@ from mooncake.cli.simulation.options import (
 )
 from mooncake.cli.simulation.report import (
     ClusterRun,
+    check_html,
     costs_tables,
     render_html,
     table,
@@ -91,7 +92,7 @@ def simulate_command(
     if with_rows and json_file is None:
         raise InvalidArgument("--json-rows", True, "left out without --json")
     check_writable(json_file, "--json")
-    check_writable(html_file, "--html")
+    check_html(html_file)
     options = TraceOptions(
         format=trace_format,
         time_unit=time_unit,
@@ -162,7 +163,7 @@ def _run(
 def _bar(name: str) -> Iterator[tuple[Progress, TaskID]]:
     """A progress bar on standard error, shown only in a terminal."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from mooncake.cli.explain import ask_gateway, read_answer
@@ -104,7 +105,7 @@ def _refused(status: int, body: bytes, url: str) -> Exception:
 def _table(answer: dict[str, Any]) -> Table:
     change = ", ".join(f"{name} {value}" for name, value in answer["change"].items()) or "nothing"
     shown = Table(
-        title=f"{answer['rows']:,} requests of {answer['minutes']:.1f} minutes; change: {change}",
+        title=f"{answer['rows']:,} requests of {answer['minutes']:.1f} minutes; change: {escape(change)}",
         caption=(
             "expected: what was measured, with the simulated effect (90 % interval over slices of time). "
             "error of the model: the cluster as it is, simulated, against what was measured."

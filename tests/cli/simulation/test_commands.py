@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,26 @@ def test_simulate_compares_and_reports(mooncake: Run, tmp_path: Path) -> None:
     assert html.count("<svg") == 7 and html.count("</svg>") == 7
     assert all(name in html for name in names)
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", html), "it loads nothing"
+
+
+def test_a_page_that_cannot_be_drawn_is_refused_before_the_run(
+    mooncake: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for command in ("simulate", "replay"):
+        done = mooncake(command, LOAD, "--html", str(tmp_path / "r.html"))
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert done.stderr.startswith("error: matplotlib is not installed; `pip install "), done
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_plan_without_objectives_names_none(mooncake: Run) -> None:
+    few = "poisson:rate=1,requests=3"
+    words = ["--cluster", "1P1D", "--no-reuse", "--slo-ttft", "0"]
+    done = mooncake("plan", few, *words)
+    assert done.stdout.startswith(f"{few}: 90% of requests with TBT <= 100 ms\n"), done
+    done = mooncake("plan", few, *words, "--slo-tbt", "0")
+    assert done.stdout.startswith(f"{few}: 90% of requests completed\n"), done
 
 
 def test_requests_that_fit_no_node_are_in_the_table(mooncake: Run) -> None:
