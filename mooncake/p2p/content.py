@@ -341,7 +341,7 @@ def file_states(root: Path, items: Sequence[ManifestItem]) -> list[tuple[int, ..
     Raises:
         StorageError: a file can't be found, or has another size than its item.
     """
-    states = []
+    states: list[tuple[int, ...]] = []
     for item in items:
         try:
             status = os.stat(root / item.name)

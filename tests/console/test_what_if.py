@@ -141,7 +141,7 @@ async def test_a_simulation_that_fails_is_an_error_of_its_own(
 
 async def test_a_question_has_the_settings_that_the_conductor_states(tokenizer: Tokenizer) -> None:
     """A conductor of its own may place and admit by other rules than the gateway's settings say."""
-    own = {"scheduling": "cache_aware", "admission": "early", "slo_ttft_s": 5.0}
+    own: dict[str, Any] = {"scheduling": "cache_aware", "admission": "early", "slo_ttft_s": 5.0}
     async with asked(tokenizer, 1, **own) as cluster:
         gateway = cluster.stack.gateway
         inside = await what_if._question(gateway, WhatIfBody(Change()))
