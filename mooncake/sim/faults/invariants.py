@@ -38,7 +38,7 @@ from mooncake.errors import Refusal
 from mooncake.sim.faults.nodes import NODE_ADDRESS
 from mooncake.store import messages as m
 from mooncake.store.client.effects import Operation
-from mooncake.store.client.grants import PutGrant, PutTarget, ReadGrant
+from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.preallocated import PreallocatedPiece
 from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.master import Master
@@ -461,7 +461,6 @@ class Checkers:
             "looks": 0,
             "pieces": 0,
             "written in advance": 0,
-            "renewed puts": 0,
         }
 
     @property
@@ -532,20 +531,14 @@ class Checkers:
             self._add(promises[-1])
         return promises
 
-    def renewed(self, client: SimClient, grant: PutGrant | ReadGrant, promises: list[SpaceGrant]) -> None:
-        """The grant ends later: until then, no other holder may have the bytes that are read or written."""
-        places: list[PutTarget | ReadGrant] = [grant] if isinstance(grant, ReadGrant) else []
-        late_s = 0.0
-        if isinstance(grant, PutGrant):
-            places += [target for target in grant.targets if target.failure is None]
-            late_s = self._cluster.faults.late_write_s
+    def renewed(self, client: SimClient, grant: ReadGrant, promises: list[SpaceGrant]) -> None:
+        """The lease ends later: until then, no other holder may have the bytes that are read."""
         for promise in promises:
-            if any(one.segment is promise.segment and one.address == promise.start for one in places):
+            if promise.segment is grant.segment and promise.start == grant.address:
                 self.released([promise])
-                promise.ends_at = self._instant(client, grant.expires_at) + late_s
+                promise.ends_at = self._instant(client, grant.expires_at)
                 promise.life = self._life
                 self._add(promise)
-                self.counts["renewed puts"] += promise.is_write
 
     def piece_promised(self, client: SimClient, piece: PreallocatedPiece) -> SpaceGrant | None:
         """A client was given space in advance; None where that is gone."""

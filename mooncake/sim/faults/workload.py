@@ -364,12 +364,8 @@ class WorkloadClient:
             lengths.append(end - start)
             addresses.append(self._place(value[start:end] or b"\0"))
         operation = self._client.operations.write_ranges(work.grants, offsets, addresses, lengths, deadline)
-        ends = [grant.expires_at for grant in work.grants]
 
         def written(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
-            for grant, promises, end in zip(work.grants, work.promises, ends, strict=True):
-                if grant.expires_at > end:
-                    self._checkers.renewed(self._client, grant, promises)
             if part + 1 < parts and error is None:
                 pause_s = self._kernel.random.choice((0.0, 0.1, 3.0))
                 self._client.process.after(pause_s, lambda: self._write_next(work, part + 1, parts))
