@@ -9,20 +9,17 @@ from typing import TypeVar
 
 from mooncake.compat.store.error_codes import StoreCode
 from mooncake.errors import MooncakeError
-from mooncake.store.client.grants import WRITE_PART_BYTES
 
 ItemT = TypeVar("ItemT")
 
 PART_BYTES = 512 << 20
 """Approximate size of the parts into which a batch is split."""
-SLOW_PART_BYTES = WRITE_PART_BYTES
+SLOW_PART_BYTES = 64 << 20
 """Size of the parts in which bytes are read that did not arrive in time at first. Each of them must arrive
 within the lease of its object, which is kept alive from one to the next. Also the largest put whose bytes
-at first have the timeout of a call; those of a larger one have the timeout of a transfer for each such part,
-which is also the least that is written between two renewals of its reservation."""
+have the timeout of a call; those of a larger one have the timeout of transfers."""
 LATE_S = 1.0
-"""Time after which a call that found no object, or lost a node, may only have been too slow; a miss takes
-less."""
+"""Time after which a read that found no object may only have been too slow; a miss takes less."""
 
 
 def pick(values: Sequence[ItemT], at: Sequence[int]) -> list[ItemT]:
@@ -40,7 +37,7 @@ def on_good(good: Sequence[bool], act: Callable[[list[int]], list[int]]) -> list
 
 
 def is_late(seconds: float, timeout_s: float) -> bool:
-    """Whether a call that took so long, and did not move an object, might have moved it with more time."""
+    """Whether a read that took so long, and did not find an object, might have found it with more time."""
     return seconds >= min(LATE_S, timeout_s)
 
 

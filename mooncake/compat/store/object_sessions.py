@@ -189,7 +189,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 some = pick(open_ones, at)
                 with registered_spans(session, [(a, n) for _, _, parts in some for _, a, n in parts]):
                     columns = columns_of([parts for _, _, parts in some])
-                    timeout_s = session.write_s(sum(columns[2]))
+                    timeout_s = session.transfer_s(sum(columns[2]))
                     outcomes = session.store.write_ranges([g for _, g, _ in some], *columns, timeout_s)
                 for (number, _, parts), outcome in zip(some, outcomes, strict=True):
                     num_bytes = sum(length for _, _, length in parts)

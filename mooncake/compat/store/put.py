@@ -26,7 +26,7 @@ from mooncake.compat.store.arguments import (
     span_of_value,
     total_bytes,
 )
-from mooncake.compat.store.batches import cut, is_late, on_good, pick
+from mooncake.compat.store.batches import cut, on_good, pick
 from mooncake.compat.store.caller_memory import BufferRegistrationCalls, are_accessible, registered_spans
 from mooncake.compat.store.error_codes import StoreCode, code_of
 from mooncake.compat.store.public_types import ReplicateConfig
@@ -331,59 +331,33 @@ def _put_some(
     # A put by the store has one deadline for all its steps; here, the bytes of a large one have their own.
     # Durable puts are left to the store, which copies a part of them to SSD while it writes the next.
     is_left_to_store = num_bytes <= batches.SLOW_PART_BYTES or options.policy.is_durable
-    outcomes: list[Refusal | None] = [None] * len(keys)
-    wanted, num_attempts = list(range(len(keys))), MAX_ATTEMPTS
     if is_left_to_store and all(len(spans) == 1 for spans in parts):
-        began, spans = time.monotonic(), [spans[0] for spans in parts]
+        spans = [spans[0] for spans in parts]
         outcomes = session.store.put_batch(
             keys, spans, options.policy, groups=options.groups, replace=replace
         )
-        was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
-        # Perhaps no node was lost, and its bytes only had too little time.
-        has_another = was_slow and not options.policy.is_durable
-        wanted = [at for at in wanted if has_another and _code(outcomes[at]) == "peer_lost"]
-        num_attempts = 1
-    if wanted:
-        with registered_spans(session, [span for at in wanted for span in parts[at]]):
-            _write_patiently(session, keys, parts, options, replace, num_attempts, wanted, outcomes)
+        return _counted(session, keys, parts, outcomes)
+    with registered_spans(session, [span for spans in parts for span in spans]):
+        outcomes = [None] * len(keys)
+        wanted, num_lost = list(range(len(keys))), 0
+        pauses = pauses_within(session.store.settings.timeout_s / 2)
+        timeout_s = session.transfer_s(num_bytes)
+        while wanted:
+            there, where = pick(keys, wanted), pick(parts, wanted)
+            found = _write(session.store, there, where, options.at(wanted), replace, timeout_s)
+            for at, outcome in zip(wanted, found, strict=True):
+                outcomes[at] = outcome
+            codes = ["" if outcome is None else outcome.code for outcome in outcomes]
+            num_lost += "peer_lost" in codes
+            again = ("peer_lost", "being_written") if num_lost < MAX_ATTEMPTS else ("being_written",)
+            left = [at for at in wanted if codes[at] in again]
+            if left and all(codes[at] == "being_written" for at in wanted):
+                pause_s = next(pauses, None)
+                if pause_s is None:
+                    break
+                time.sleep(pause_s)
+            wanted = left
     return _counted(session, keys, parts, outcomes)
-
-
-def _write_patiently(
-    session: StoreSession,
-    keys: list[str],
-    parts: list[list[Span]],
-    options: PutOptions,
-    replace: bool,
-    num_attempts: int,
-    wanted: list[int],
-    outcomes: list[Refusal | None],
-) -> None:
-    """Write those ``wanted`` of the objects, with time for their bytes, and set their ``outcomes``.
-
-    ``num_attempts``: most attempts while a node can't be reached.
-    """
-    num_lost, pauses = 0, pauses_within(session.store.settings.timeout_s / 2)
-    while wanted:
-        there, where = pick(keys, wanted), pick(parts, wanted)
-        timeout_s = session.write_s(sum(map(total_bytes, where)))
-        found = _write(session.store, there, where, options.at(wanted), replace, timeout_s)
-        for at, outcome in zip(wanted, found, strict=True):
-            outcomes[at] = outcome
-        codes = {at: _code(outcomes[at]) for at in wanted}
-        num_lost += "peer_lost" in codes.values()
-        again = ("peer_lost", "being_written") if num_lost < num_attempts else ("being_written",)
-        left = [at for at in wanted if codes[at] in again]
-        if left and all(code == "being_written" for code in codes.values()):
-            pause_s = next(pauses, None)
-            if pause_s is None:
-                break
-            time.sleep(pause_s)
-        wanted = left
-
-
-def _code(outcome: Refusal | None) -> str:
-    return "" if outcome is None else outcome.code
 
 
 def _counted(

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable
 
-from mooncake.compat.store import batches
 from mooncake.compat.store.buffer_pool import LocalBuffer
 from mooncake.compat.store.client_metrics import ClientMetrics
 from mooncake.compat.store.embedded_node import EmbeddedNode
@@ -77,11 +76,6 @@ class StoreSession:
         """Make a further client of the same master, with a timeout of its own."""
         settings = StoreSettings(timeout_s=timeout_s, tenant=self.arguments.tenant_id or DEFAULT_TENANT)
         return Store(self.arguments.master_server_addr, self.engine, settings)
-
-    def write_s(self, num_bytes: int) -> float:
-        """Seconds that the bytes of a put may take: as many as those that are read in parts."""
-        num_parts = max(1, -(-num_bytes // batches.SLOW_PART_BYTES))
-        return num_parts * self.transfer_s(min(num_bytes, batches.SLOW_PART_BYTES))
 
     @property
     def is_usable(self) -> bool:

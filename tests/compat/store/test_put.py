@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from mooncake.compat.store import batches
 from mooncake.compat.store.store import MooncakeDistributedStore
-from mooncake.errors import Refusal
 from mooncake.store import Store
 from mooncake.store.client.grants import PutGrant
 from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
@@ -129,25 +126,6 @@ def test_a_put_waits_until_another_process_has_written_its_key(
         end()
         assert (put.result(30), store.get(key) in (b"other", b"value")) == (0, True)
         assert (upsert.result(30), store.get(key)) == (0, b"value")
-
-
-@pytest.mark.parametrize(("late_s", "codes"), [(0.0, [0, 0, -200]), (60.0, [-900, 0, -200])])
-def test_a_put_whose_bytes_had_too_little_time_gets_more(
-    store: MooncakeDistributedStore, late_s: float, codes: list[int]
-) -> None:
-    """If the first attempt took so long that it may have been the network."""
-    session, keys = store._session, [f"late{late_s}/{number}" for number in range(3)]
-    assert session is not None
-    outcomes = [Refusal("peer_lost", "timed_out"), None, Refusal("no_space", "full")]
-    source = np.frombuffer(b"012", dtype=np.uint8).copy()
-    pointers = [int(source.ctypes.data) + number for number in range(3)]
-    with (
-        mock.patch.object(session.store, "put_batch", lambda *_, **__: list(outcomes)),
-        mock.patch.object(batches, "LATE_S", late_s),
-    ):
-        assert store.batch_put_from(keys, pointers, [1] * 3) == codes
-    assert store.get(keys[0]) == (b"0" if codes[0] == 0 else b"")
-    assert store.get_batch(keys[1:]) == [b"", b""], "they are not put again"
 
 
 def test_a_key_given_twice_is_put_in_order(store: MooncakeDistributedStore) -> None:

@@ -17,7 +17,6 @@ from mooncake.compat.store import batches, range_reads
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.store_session import StoreSession
 from mooncake.compat.transfer import InnerTransferEngine
-from mooncake.store.client import grants
 from mooncake.store.client.effects import MoveSlices, SlicesMoved
 from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.memory import is_device_memory
@@ -106,10 +105,6 @@ def test_what_a_slow_network_moves_in_time(store: MooncakeDistributedStore) -> N
         target[:] = 0
         assert store.batch_get_into_multi_buffers(["slow/1"], cut, [[1_000_000, 2_000_001]]) == [size]
         assert target[0].tobytes() == value
-    with slow_network(session, 9e4), mock.patch.object(grants, "WRITE_PART_BYTES", 1 << 20):
-        assert size / 9e4 > LONG_LEASES.put_s, "its reservation ends before"
-        assert store.upsert_parts("slow/1", value[:5], value[5:]) == 0
-        assert store.upsert_from("slow/2", int(content.ctypes.data), size) == 0
     with slow_network(session, 1e3):
         assert store.get("slow/0") == b"" and store.get_into("slow/0", first, size) == -704
 
