@@ -195,18 +195,6 @@ class PutEnd(msgspec.Struct, frozen=True, array_like=True, tag="put_end"):
     tenant: str = ""
 
 
-class RenewPuts(msgspec.Struct, frozen=True, array_like=True, tag="renew_puts"):
-    """Extend reservations that are being written. Answered by PutStarted: ``put_s`` counts from this request.
-
-    A replica that is not in the answer must not be written beyond its old deadline. None: the reservation is
-    gone. An earlier master does not know this request: it fails, and the deadlines stay.
-    """
-
-    keys: list[str]
-    object_ids: list[int]
-    tenant: str = ""
-
-
 class PutAbort(msgspec.Struct, frozen=True, array_like=True, tag="put_abort"):
     """Give up reservations. Their space waits for the deadline: writes may still be under way."""
 
@@ -728,7 +716,6 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     PutStart: EVERYBODY,
     PutWritten: EVERYBODY,
     PutEnd: EVERYBODY,
-    RenewPuts: EVERYBODY,
     PutAbort: EVERYBODY,
     LookupObjects: EVERYBODY,
     Exists: EVERYBODY,

@@ -488,7 +488,6 @@ _NOT_HERE = Refusal("not_here", "this master can't write these bytes; the writer
 _CHANGES = (
     m.PutStart,
     m.PutWritten,
-    m.RenewPuts,
     m.PutEnd,
     m.Remove,
     m.RemoveMatching,

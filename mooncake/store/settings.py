@@ -77,7 +77,7 @@ class MasterSettings:
     "Seconds that a lookup protects an object from removal, eviction and reuse of its space."
 
     put_s: Seconds = 30.0
-    "Seconds from the start of a put, or its last renewal, to its end; an older reservation is given up."
+    "Seconds between the start and the end of a put; an older reservation is given up."
 
     grace_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     "Seconds after a missed put deadline until the space is reused, because writes may land late."

@@ -5,9 +5,6 @@ A grant records where the bytes are, until when they may be accessed, and which 
 master decides access; ``operations.py`` moves the bytes. What it moves are slices of granted objects, as
 columns: index of the grant, offset in its object, local address, length. Batches of thousands of slices are
 cut at the borders of chunks, filtered and checked here, vectorized where possible.
-
-A reservation that is being written is renewed between the parts of a write. So a large put over a slow
-network has the time that it takes, while the key of a writer that was killed becomes free as early as always.
 """
 
 from __future__ import annotations
@@ -27,13 +24,6 @@ from mooncake.transfer.descriptor import Column
 from mooncake.types import ObjectKey
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
-
-WRITE_PART_BYTES = 64 << 20
-"""Least size of the parts of a write that may take longer than its reservation."""
-PART_SHARE = 1 / 8
-"""Share of a reservation's time that a part should take."""
-RENEWAL_SHARE = 1 / 4
-"""Share of a reservation's time after which it is renewed when a part was written."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -93,8 +83,6 @@ class PutGrant:
     size_bytes: int
     chunk_bytes: int
     expires_at: float
-    put_s: float
-    """Duration of the reservation; it began, or was renewed, so long before ``expires_at``."""
     object_id: int
     targets: list[PutTarget]
     failure: Refusal | None = None
@@ -127,13 +115,6 @@ class PutGrant:
     @property
     def is_written(self) -> npt.NDArray[np.bool_]:
         return self.lead.is_written
-
-    def renew(self, reserved: m.Reserved, begins_at: float, put_s: float) -> None:
-        """The master has extended the reservation: that of these replicas only."""
-        self.expires_at, self.put_s = begins_at + put_s, put_s
-        for target in self.targets:
-            if target.replica not in reserved.replicas:
-                self.give_up(target, Refusal("expired", "the master has released the space of this replica"))
 
     def give_up(self, target: PutTarget, failure: Refusal) -> None:
         """Continue without that replica; the put fails when no replica is left."""
@@ -212,8 +193,7 @@ def put_grant(
     size_bytes: int,
     chunk_bytes: int,
     reserved: m.Reserved,
-    begins_at: float,
-    put_s: float,
+    expires_at: float,
     handles: dict[str, Any],
 ) -> PutGrant:
     """Grant for the reservation ``reserved``; targets whose segment has no handle are given up."""
@@ -230,8 +210,7 @@ def put_grant(
         )
         for replica in reserved.replicas
     ]
-    expires_at, object_id = begins_at + put_s, reserved.object_id
-    grant = PutGrant(key, size_bytes, chunk_bytes, expires_at, put_s, object_id, targets)
+    grant = PutGrant(key, size_bytes, chunk_bytes, expires_at, reserved.object_id, targets)
     for target in targets:
         if target.segment is None:
             grant.give_up(target, peer_lost(target.replica, "it can't be opened"))
@@ -275,11 +254,6 @@ class SliceColumns:
         """The slices of the grants whose flag is set."""
         return self if all(flags) else self.where(np.array(flags, dtype=bool)[self.grant])
 
-    def between(self, start: int, end: int) -> SliceColumns:
-        """The slices from ``start`` up to ``end``."""
-        some = slice(start, end)
-        return SliceColumns(self.grant[some], self.offset[some], self.local[some], self.length[some])
-
     def renumbered(self, numbers: npt.NDArray[np.intp]) -> SliceColumns:
         """The same slices, with grant index i replaced by ``numbers[i]``."""
         return SliceColumns(numbers[self.grant], self.offset, self.local, self.length)
@@ -313,55 +287,6 @@ class SliceColumns:
         begin = np.maximum((first[of] + turn) * chunk[of], self.offset[of])
         end = np.minimum((first[of] + turn + np.uint64(1)) * chunk[of], self.offset[of] + self.length[of])
         return SliceColumns(self.grant[of], begin, self.local[of] + (begin - self.offset[of]), end - begin)
-
-
-class WriteParts:
-    """A write in parts, between which its reservations can be renewed.
-
-    It is one part if it must end before its reservations do. Otherwise the first part is small enough for a
-    slow network, and the size of the next ones follows from the speed of the one before them.
-    """
-
-    def __init__(self, grants: Sequence[PutGrant], columns: SliceColumns, deadline: float) -> None:
-        """``columns``: slices within chunks; the write ends at ``deadline``."""
-        self._grants = grants
-        self._left = columns
-        self._deadline = deadline
-        self._part_bytes = WRITE_PART_BYTES
-        self._num_bytes = 0
-        """Bytes of the part under way, if it is not all that was left."""
-        self._put_s = grants[0].put_s if grants else 0.0
-        self._ends_at = min((grant.expires_at for grant in grants), default=deadline)
-        """When the first of the reservations ends."""
-        self._since = self._ends_at - self._put_s
-        """When the part under way began, or earlier."""
-
-    def take(self) -> SliceColumns | None:
-        """The next part; None: all was taken, or all puts have failed."""
-        left = self._left
-        num_slices = num_taken = left.grant.size
-        if not num_slices:
-            return None
-        if self._ends_at < self._deadline:
-            going = [grant for grant in self._grants if grant.failure is None]
-            if not going:
-                return None
-            self._ends_at = min(grant.expires_at for grant in going)
-            ends = np.cumsum(left.length)
-            num_taken = max(1, int(np.searchsorted(ends, self._part_bytes, side="right")))
-            self._num_bytes = int(ends[num_taken - 1])
-        self._left = left.between(num_taken, num_slices)
-        return left if num_taken == num_slices else left.between(0, num_taken)
-
-    def written(self, now: float) -> list[PutGrant]:
-        """Note that the part was moved; returns the puts whose reservations should be renewed now."""
-        if now > self._since:
-            speed = self._num_bytes / (now - self._since)
-            self._part_bytes = max(WRITE_PART_BYTES, int(speed * PART_SHARE * self._put_s))
-            self._since = now
-        if now < self._ends_at - (1 - RENEWAL_SHARE) * self._put_s:
-            return []
-        return [grant for grant in self._grants if grant.failure is None]
 
 
 def distinct(column: npt.NDArray[np.intp]) -> list[int]:
@@ -469,45 +394,6 @@ def tiled_checksum(
         crc = piece_crc if at == 0 else combine(crc, piece_crc, length)
         at += length
     return crc if at == whole else None
-
-
-def record_written(
-    places: Sequence[PutTarget],
-    part: SliceColumns,
-    checksums: Checksums,
-    combine: Callable[[int, int, int], int],
-) -> None:
-    """Record the checksums of the written slices; ``part.grant`` is an index of ``places``."""
-    columns = part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist()
-    for index, offset, length, crc in zip(*columns, strict=True):
-        places[index].wrote(offset, length, crc, combine)
-
-
-def mismatches(
-    grants: Sequence[ReadGrant],
-    part: SliceColumns,
-    checksums: Checksums,
-    combine: Callable[[int, int, int], int],
-) -> list[int]:
-    """Indices of grants whose bytes don't match the checksums that the writer announced."""
-    bad: dict[int, None] = {}
-    pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    columns = part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist()
-    for index, offset, length, crc in zip(*columns, strict=True):
-        grant = grants[index]
-        chunk, start = divmod(offset, grant.chunk_bytes)
-        whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
-        if length == whole:
-            if crc != grant.checksums[chunk]:
-                bad[index] = None
-        else:
-            pieces.setdefault((index, chunk), []).append((start, length, crc))
-    for (index, chunk), parts in pieces.items():
-        grant = grants[index]
-        whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
-        if tiled_checksum(parts, whole, combine) != grant.checksums[chunk]:
-            bad[index] = None
-    return list(bad)
 
 
 def check_bounds(grants: Sequence[Sized], columns: SliceColumns) -> None:

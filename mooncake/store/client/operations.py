@@ -40,22 +40,22 @@ from mooncake.store.client.effects import (
     pauses_within,
 )
 from mooncake.store.client.grants import (
+    Checksums,
     OneSlice,
     Place,
     PutGrant,
+    PutTarget,
     ReadGrant,
     ReadOutcome,
     SliceColumns,
-    WriteParts,
     check_bounds,
     check_whole_chunks,
     columns_of,
     distinct,
-    mismatches,
     peer_lost,
     put_grant,
-    record_written,
     spread,
+    tiled_checksum,
     whole_objects,
 )
 from mooncake.store.client.preallocated import (
@@ -293,8 +293,7 @@ class Operations:
                 answer, _ = yield from self._ask(ended, deadline)
                 outcome = answer.reply.outcomes[0]
                 return True, outcome if isinstance(outcome, Refusal) else None
-        put_s = answer.reply.put_s
-        grant = put_grant(key, size_bytes, chunk_bytes, reserved, first_asked_at, put_s, handles)
+        grant = put_grant(key, size_bytes, chunk_bytes, reserved, expires_at, handles)
         yield from self._write_whole([grant], [address], deadline)
         outcome = (yield from self.end_puts([grant], deadline))[0]
         if outcome is None or outcome.code != "peer_lost":
@@ -479,16 +478,18 @@ class Operations:
                 wait_s=self._patience_s if policy.is_durable else 0.0,
             )
             answer, first_asked_at = yield from self._ask(message, deadline)
+            # If the message was sent twice, the reservation may stem from the first time.
+            expires_at = first_asked_at + answer.reply.put_s
             started: m.PutStarted = answer.reply
             handles = yield from self._open([r for r in started.reserved if r is not None], deadline)
-            # If the message was sent twice, the reservation may stem from the first time.
-            times = first_asked_at, started.put_s
             for offset, reserved in enumerate(started.reserved):
                 at = start + offset
                 if reserved is None:
                     outcomes.append(started.refusals.get(offset))
                     continue
-                outcomes.append(put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, *times, handles))
+                outcomes.append(
+                    put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
+                )
         return outcomes
 
     def write_ranges(
@@ -726,26 +727,12 @@ class Operations:
         return handles
 
     def _write(self, grants: Sequence[PutGrant], columns: SliceColumns, deadline: float) -> Operation[None]:
-        """Write to all replicas at once, and renew the reservations while there is progress. ``columns`` lie
-        within their objects and cross no chunk border."""
-        parts = WriteParts(grants, columns, deadline)
-        while (part := parts.take()) is not None:
-            now = yield from self._write_part(grants, part, deadline)
-            going_on = parts.written(now)
-            if going_on:
-                yield from self._renew_puts(going_on, deadline)
-
-    def _write_part(
-        self, grants: Sequence[PutGrant], columns: SliceColumns, deadline: float
-    ) -> Operation[float]:
-        """Write to all replicas at once; returns the instant at which the last of these transfers ended."""
+        """Write to all replicas at once. ``columns`` lie within their objects and cross no chunk border."""
         places, owners, columns = spread(grants, columns)
-        now = 0.0
         if not columns.grant.size:
-            return now
+            return
         until = min(deadline, *(owners[i].expires_at for i in distinct(columns.grant)))
         for moved, part in (yield from self._move(True, places, columns, until)):
-            now = max(now, moved.now)
             for index in distinct(part.grant):
                 grant = owners[index]
                 if moved.now >= grant.expires_at:
@@ -753,21 +740,13 @@ class Operations:
                 elif moved.checksums is None:
                     grant.give_up(places[index], peer_lost(places[index].replica, moved.reason))
             if moved.checksums is not None:
-                record_written(places, part, moved.checksums, self._combine)
-        return now
+                self._account(places, part, moved.checksums)
 
-    def _renew_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[None]:
-        """Extend reservations. Best effort: what is not extended ends with its deadline."""
-        for start in range(0, len(grants), m.MAX_KEYS):
-            part = grants[start : start + m.MAX_KEYS]
-            keys, ids = [grant.key for grant in part], [grant.object_id for grant in part]
-            until = min(deadline, *(grant.expires_at for grant in part))
-            answer: MasterReply = yield CallMaster(m.RenewPuts(keys, ids, self.tenant), until)
-            if answer.error is not None:
-                return  # such as that of a master of an earlier release
-            for grant, reserved in zip(part, answer.reply.reserved, strict=True):
-                if reserved is not None:
-                    grant.renew(reserved, answer.asked_at, answer.reply.put_s)
+    def _account(self, places: Sequence[PutTarget], part: SliceColumns, checksums: Checksums) -> None:
+        """Record the checksums of the written slices."""
+        columns = part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist()
+        for index, offset, length, crc in zip(*columns, strict=True):
+            places[index].wrote(offset, length, crc, self._combine)
 
     def _read(
         self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool = False
@@ -842,7 +821,7 @@ class Operations:
                 continue
             self.counts.expired_leases += len(late)
             if moved.checksums.size:
-                wrong = mismatches(grants, part, moved.checksums, self._combine)
+                wrong = self._mismatches(grants, part, moved.checksums)
                 outcome.mismatched += [index for index in wrong if index not in late]
         return outcome
 
@@ -882,6 +861,28 @@ class Operations:
             segments = [segment for _, segment in part]
             request = m.Corrupt(keys, ids, segments, self.tenant, self._reporter)
             yield CallMaster(request, deadline, may_be_late=True)
+
+    def _mismatches(self, grants: Sequence[ReadGrant], part: SliceColumns, checksums: Checksums) -> list[int]:
+        """Indices of grants whose bytes don't match the checksums that the writer announced."""
+        bad: dict[int, None] = {}
+        pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for index, offset, length, crc in zip(
+            part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist(), strict=True
+        ):
+            grant = grants[index]
+            chunk, start = divmod(offset, grant.chunk_bytes)
+            whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
+            if length == whole:
+                if crc != grant.checksums[chunk]:
+                    bad[index] = None
+            else:
+                pieces.setdefault((index, chunk), []).append((start, length, crc))
+        for (index, chunk), parts in pieces.items():
+            grant = grants[index]
+            whole = min(grant.chunk_bytes, grant.size_bytes - chunk * grant.chunk_bytes)
+            if tiled_checksum(parts, whole, self._combine) != grant.checksums[chunk]:
+                bad[index] = None
+        return list(bad)
 
     def _move(
         self,

@@ -299,14 +299,6 @@ class Catalog:
         self._wake(write_until, row, None)
         return row
 
-    def renew_put(self, stored: StoredObject, write_until: float) -> None:
-        """Give the writer of an object time until then."""
-        stored.write_until = max(stored.write_until, write_until)
-        for extent in stored.extents:
-            extent.held_until = stored.write_until + self.settings.grace_s
-        # A successor lets the space rest from this record on.
-        self.records.append(_held(stored.extents, stored.size_bytes))
-
     def show(self, stored: StoredObject, checksums: bytes, now: float) -> None:
         """Put-end: readable from now on, in place of what was readable under the key."""
         old = self.objects.readable.get(stored.key)
@@ -496,6 +488,7 @@ class Catalog:
         offset = segment.allocator.allocate(stored.size_bytes)
         assert offset is not None, segment
         extent = Extent(segment, offset)
+        extent.write_until = until
         extent.held_until = until + self.settings.grace_s
         stored.extents.append(extent)
         self.records.append(_held([extent], stored.size_bytes))
@@ -771,9 +764,7 @@ class Catalog:
 
     def _timer(self, stored: StoredObject, extent: Extent | None, now: float) -> None:
         if extent is None:
-            if stored.state is ObjectState.WRITING and stored.write_until > now:  # renewed meanwhile
-                self._wake(stored.write_until, stored, None)
-            elif stored.state is ObjectState.WRITING:
+            if stored.state is ObjectState.WRITING:
                 self.counts.expired_puts += 1
                 self.unlink(stored, "the writer missed its deadline", now)
         elif not extent.segment.is_mounted:

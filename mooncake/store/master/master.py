@@ -116,7 +116,6 @@ class Master:
             m.Pin: lookup.pin,
             m.PutStart: put.put_start,
             m.PutWritten: preallocated_put.put_written,
-            m.RenewPuts: put.renew,
             m.PutEnd: put.put_end,
             m.PutAbort: put.put_abort,
             m.Remove: remove.remove,

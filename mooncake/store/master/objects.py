@@ -55,12 +55,15 @@ class Extent:
         "place",
         "release_at",
         "segment",
+        "write_until",
     )
 
     def __init__(self, segment: Segment, offset: int, is_complete: bool = False) -> None:
         self.segment = segment
         self.offset = offset
         self.is_complete = is_complete
+        self.write_until = 0.0
+        """When a replica that is still being written is dropped."""
         self.held_until = 0.0
         """The space is not reused before, whatever becomes of the object: a writer may still write it, or a
         task read it."""
@@ -432,6 +435,7 @@ class Objects:
         self.writing[key] = stored
         for extent in extents:
             extent.segment.holders[extent.offset] = stored
+            extent.write_until = write_until
         return stored
 
     def find_writing(

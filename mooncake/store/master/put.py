@@ -64,7 +64,7 @@ _NOT_GIVEN = Refusal(
 
 
 class PutRequests:
-    """Answers PutStart, RenewPuts, PutEnd and PutAbort."""
+    """Answers PutStart, PutEnd and PutAbort."""
 
     def __init__(
         self, catalog: Catalog, space: FreeSpace, preallocations: Preallocations, queue: PutQueue
@@ -299,22 +299,6 @@ class PutRequests:
             return Refusal("being_written", f"another put of the key may take {left_s:.3g} s longer")
         self._catalog.unlink(stored, "its node is suspected", now)
         return None
-
-    def renew(self, message: m.RenewPuts, _: Received, now: float) -> m.PutStarted | Failure:
-        """Extend the deadlines of puts. A writer that is killed renews nothing, so its keys become free."""
-        if len(message.keys) != len(message.object_ids):
-            return Failure("invalid_argument", "renew_puts: keys and object_ids differ in length")
-        put_s = self._catalog.settings.put_s
-        reserved: list[m.Reserved | None] = []
-        for key, object_id in zip(scoped_all(message.tenant, message.keys), message.object_ids, strict=True):
-            stored = self._catalog.objects.writing.get(key)
-            if stored is None or stored.object_id != object_id:
-                reserved.append(None)
-                continue
-            self._catalog.renew_put(stored, now + put_s)
-            self._catalog.add_story(now, key, "put of #{} may take {:.3g} s longer", object_id, put_s)
-            reserved.append(m.Reserved(object_id, stored.replicas()))
-        return m.PutStarted(put_s, reserved, {})
 
     def put_end(self, message: m.PutEnd, event: Received, now: float) -> m.Outcomes | Failure | None:
         count = len(message.keys)

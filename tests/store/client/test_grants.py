@@ -20,7 +20,6 @@ from mooncake.store.client.grants import (
     PutTarget,
     ReadGrant,
     SliceColumns,
-    WriteParts,
     check_bounds,
     check_whole_chunks,
     columns_of,
@@ -38,7 +37,7 @@ def put(
 ) -> PutGrant:
     replicas = [m.Replica(name, 1, 1000 * number) for number, name in enumerate(segments)]
     handles = {name: None if name in closed else f"handle of {name}" for name in segments}
-    return put_grant("k", size_bytes, chunk_bytes, m.Reserved(7, replicas), 0.0, 30.0, handles)
+    return put_grant("k", size_bytes, chunk_bytes, m.Reserved(7, replicas), 30.0, handles)
 
 
 def write(target: PutTarget, *sums: int) -> None:
@@ -175,48 +174,6 @@ def test_filtering_joining_and_renumbering() -> None:
     assert rows(SliceColumns.joined([some, columns])) == rows(some) + rows(columns)
     assert rows(SliceColumns.joined([])) == []
     assert distinct(np.array([2, 0, 2, 1])) == [2, 0, 1]
-
-
-def parts_of(parts: WriteParts, *seconds: float) -> list[int]:
-    """Number of slices of each part; each takes as many seconds, the last ones as many as the last."""
-    sizes, now = list[int](), 0.0
-    while (part := parts.take()) is not None:
-        now += seconds[min(len(sizes), len(seconds) - 1)]
-        sizes.append(len(part.grant))
-        parts.written(now)
-    return sizes
-
-
-def test_a_long_write_is_made_in_parts_by_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.store.client.grants.WRITE_PART_BYTES", 20)
-    grants = [put("a", size_bytes=100, chunk_bytes=10), put("a", size_bytes=100, chunk_bytes=10)]
-    columns = whole_objects(grants, [0, 1000])
-    assert parts_of(WriteParts(grants, columns, 30.0), 1.0) == [20], "it ends before its reservations do"
-    assert parts_of(WriteParts(grants, columns, 31.0), 30 / 8) == [2] * 10
-    assert parts_of(WriteParts(grants, columns, 31.0), 1.0) == [2, 7, 11], "20 bytes a second, then 70"
-    assert parts_of(WriteParts(grants, columns, 31.0), 0.001, 10.0) == [2, 18]
-    large = whole_objects([put("a", size_bytes=100, chunk_bytes=50)], [0])
-    assert parts_of(WriteParts(grants[:1], large, 31.0), 30 / 8) == [1, 1], "no slice is cut"
-    assert parts_of(WriteParts([], columns.between(0, 0), 31.0), 1.0) == []
-
-
-def test_reservations_are_renewed_when_a_part_was_written_and_some_time_has_passed() -> None:
-    grants = [put("a"), put("a"), put("a", closed=("a",))]
-    parts = WriteParts(grants, whole_objects(grants, [0, 0, 0]), 100.0)
-    assert parts.take() is not None
-    assert parts.written(7.4) == [] and parts.written(7.5) == grants[:2], "the third has failed"
-    for grant in grants[:2]:
-        grant.renew(m.Reserved(7, [one.replica for one in grant.targets]), 7.5, 30.0)
-    assert [grant.expires_at for grant in grants] == [37.5, 37.5, 30.0]
-    assert all(grant.failure is None for grant in grants[:2])
-
-
-def test_a_replica_that_is_not_renewed_is_given_up() -> None:
-    grant = put("a", "b")
-    grant.renew(m.Reserved(7, [grant.targets[1].replica]), 10.0, 20.0)
-    assert grant.expires_at == 30.0 and grant.failure is None and grant.replica.segment == "b"
-    grant.renew(m.Reserved(7, []), 20.0, 20.0)
-    assert grant.failure is not None and grant.failure.code == "expired"
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

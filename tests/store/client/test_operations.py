@@ -15,14 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    MooncakeError,
-    PeerLost,
-    ProtocolError,
-    Refusal,
-)
+from mooncake.errors import DeadlineExceeded, InvalidArgument, PeerLost, Refusal
 from mooncake.sim.faults.nodes import checksum, combine
 from mooncake.store import messages as m
 from mooncake.store.client.effects import (
@@ -58,8 +51,8 @@ class World:
         self.operations = Operations("h", combine, 1000)
         self.sent: list[msgspec.Struct] = []
         self.moves: list[MoveSlices] = []
-        self.before_ask: Callable[[msgspec.Struct], MooncakeError | None] = lambda message: None
-        self.after_ask: Callable[[msgspec.Struct], MooncakeError | None] = lambda message: None
+        self.before_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
+        self.after_ask: Callable[[msgspec.Struct], PeerLost | None] = lambda message: None
         self.before_move: Callable[[str], str] = lambda segment: ""
         self.slow_move_s = 0.0
         self.has_deadlines = False
@@ -191,7 +184,7 @@ def test_a_broken_connection_only_costs_a_repetition() -> None:
     world = World()
     rounds = {"before": 2, "after": 2}
 
-    def lose(side: str) -> Callable[[msgspec.Struct], MooncakeError | None]:
+    def lose(side: str) -> Callable[[msgspec.Struct], PeerLost | None]:
         def maybe(message: msgspec.Struct) -> PeerLost | None:
             rounds[side] -= 1
             return PeerLost("gone") if rounds[side] >= 0 else None
@@ -419,100 +412,6 @@ def test_a_write_that_ends_after_the_deadline_does_not_count() -> None:
     assert refusals[0].code == "expired"
     assert world.run(world.operations.end_puts([grant], world.deadline))[0].code == "expired"
     assert world.voice.find("k") is None
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long writes are made in parts of one chunk of the tests."""
-    monkeypatch.setattr("mooncake.store.client.grants.WRITE_PART_BYTES", 100)
-
-
-def slow_nodes(world: World, seconds: float) -> None:
-    """Let each transfer take so long; the nodes send their heartbeats meanwhile."""
-
-    def wait(segment: str) -> str:
-        world.voice.keep_alive(seconds, *world.voice.master.segments.mounted)
-        return ""
-
-    world.before_move = wait
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_put_that_takes_longer_than_its_reservation_renews_it(small_parts: None, is_whole: bool) -> None:
-    world = World()
-    value = Random(2).randbytes(1000)
-    world.local[:1000] = value
-    slow_nodes(world, 10.0)
-    until = world.voice.now + 1000
-    if is_whole:
-        assert world.run(world.operations.put(["k"], [0], [1000], 100, until)) == [None]
-    else:
-        grant = world.start_put("k", 1000, 100)
-        assert world.run(world.operations.write_ranges([grant], [0], [0], [1000], until)) == [None]
-        assert world.run(world.operations.end_puts([grant], world.deadline)) == [None]
-    assert world.voice.now >= 10 * 10 > 3 * SETTINGS.put_s
-    assert sent_types(world).count(m.RenewPuts) == 10, "after each part, which takes a third of the time"
-    world.before_move = lambda segment: ""
-    assert world.get("k") == [value]
-
-
-def test_a_put_session_that_is_written_now_and_then_stays_open() -> None:
-    """The writes are short; what matters is that there are some."""
-    world = World()
-    grant = world.start_put("k", 400, 100)
-    for at in range(0, 400, 100):
-        world.voice.keep_alive(0.7 * SETTINGS.put_s)
-        columns = ([at], [at], [100])
-        assert world.run(world.operations.write_ranges([grant], *columns, world.deadline)) == [None]
-    assert sent_types(world).count(m.RenewPuts) == 4
-    world.voice.keep_alive(0.7 * SETTINGS.put_s)
-    assert world.run(world.operations.end_puts([grant], world.deadline)) == [None]
-
-
-def test_a_write_that_stands_still_ends_with_its_reservation(small_parts: None) -> None:
-    world = World()
-    grant = world.start_put("k", 1000, 100)
-    slow_nodes(world, SETTINGS.put_s + 1)
-    until = world.voice.now + 1000
-    (refusal,) = world.run(world.operations.write_ranges([grant], [0], [0], [1000], until))
-    assert refusal.code == "expired" and m.RenewPuts not in sent_types(world)
-    assert len(world.moves) == 1, "nothing more is written"
-
-
-@pytest.mark.parametrize("error", [ProtocolError("the request can't be decoded"), PeerLost("gone")])
-def test_a_put_that_is_not_renewed_ends_with_its_reservation(small_parts: None, error: MooncakeError) -> None:
-    """As with a master of an earlier release."""
-    world = World()
-    grant = world.start_put("k", 1000, 100)
-    slow_nodes(world, 10.0)
-    world.before_ask = lambda message: error if isinstance(message, m.RenewPuts) else None
-    until = world.voice.now + 1000
-    (refusal,) = world.run(world.operations.write_ranges([grant], [0], [0], [1000], until))
-    assert refusal.code == "expired" and world.voice.now == SETTINGS.put_s
-    assert world.run(world.operations.end_puts([grant], world.deadline))[0].code == "expired"
-
-
-def test_a_replica_that_is_not_renewed_is_written_no_further(small_parts: None) -> None:
-    """Its space may soon be another object's."""
-    world = two()
-    world.local[:400] = b"x" * 400
-    both = m.PutPolicy(num_replicas=2)
-    (grant,) = world.run(world.operations.start_puts(["k"], [400], [100], world.deadline, policy=both))
-    assert {target.replica.segment for target in grant.targets} == {"a", "b"}
-    slow_nodes(world, 10.0)
-
-    def leave(message: msgspec.Struct) -> None:
-        if isinstance(message, m.RenewPuts) and "b" in world.voice.master.segments.mounted:
-            assert world.voice.say(m.Unmount("b", 7), "node b").is_known
-
-    world.before_ask = leave
-    until = world.voice.now + 1000
-    assert world.run(world.operations.write_ranges([grant], [0], [0], [400], until)) == [None]
-    written = [[part.handle for part in move.transfers] for move in world.moves]
-    assert written == [["a", "b"], ["a"], ["a"], ["a"]]
-    world.before_move, world.before_ask = lambda segment: "", lambda message: None
-    assert world.run(world.operations.end_puts([grant], world.deadline)) == [None]
-    assert world.voice.where("k") == ["a"] and world.get("k") == [b"x" * 400]
 
 
 def test_a_failed_read_is_a_miss_and_the_segment_is_described_again() -> None:

@@ -287,7 +287,7 @@ class Player:
         random = self.random
         keys = random.sample(self.keys, random.randint(1, 3))
         tenant = random.choice(("", "", "red"))
-        choice = random.randrange(17)
+        choice = random.randrange(16)
         if choice <= 4:
             self.put(keys, tenant)
         elif choice == 5 and self.open:
@@ -312,9 +312,6 @@ class Player:
             self.post(m.DropReplicas(keys, random.choice(("", "a", "a/ssd")), tenant))
         elif choice == 13:
             self.post(m.SetQuota("red", random.choice((None, None, 2500, 9000))))
-        elif choice == 15 and self.open:
-            key, owner, place = random.choice(self.open)
-            self.post(m.RenewPuts([key], [place.object_id], owner))
         elif choice == 14:
             self.post(m.RemoveMatching("1", random.random() < 0.5, tenant))
         else:
