@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -189,10 +189,13 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     arrivals_ms = [row.timestamp for row in question.rows if row.timestamp >= question.since_ms]
     question = _without_rejected(question, notes)
     rows = question.rows
-    is_asked = np.array([row.timestamp >= question.since_ms for row in rows])
+    is_asked = _asked(question, notes)
     num_asked = int(is_asked.sum())
     if num_asked < MIN_ROWS:
-        allowed = f"a time with {MIN_ROWS} requests or more; ask for more minutes, or send more requests"
+        allowed = (
+            f"a time with {MIN_ROWS} requests or more, not counting answers that came whole; ask for more "
+            "minutes, or send more requests"
+        )
         raise InvalidArgument("minutes", f"a time with {num_asked} requests", allowed)
     change = question.change
     trace = [
@@ -251,6 +254,20 @@ def _without_rejected(question: WhatIfQuestion, notes: list[str]) -> WhatIfQuest
             "after the change is not predicted"
         )
     return msgspec.structs.replace(question, rows=rows)
+
+
+def _asked(question: WhatIfQuestion, notes: list[str]) -> NDArray[np.bool_]:
+    """The requests of which figures are stated. The times of answers that came whole were not measured."""
+    is_late = np.array([row.timestamp >= question.since_ms for row in question.rows], dtype=bool)
+    is_whole = np.array([row.is_done and not row.ttft_ms for row in question.rows], dtype=bool)
+    num_whole = int((is_late & is_whole).sum())
+    if num_whole:
+        notes.append(
+            f"{num_whole:,} answers that engines sent whole are simulated, but are in none of the figures: "
+            "the times of their tokens are unknown"
+        )
+    is_asked: NDArray[np.bool_] = is_late & ~is_whole
+    return is_asked
 
 
 class _Model:
@@ -421,7 +438,7 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
             notes.append(
                 f"times of {name} vary by {error:.0%} around what explains them: expect large errors"
             )
-    timed = [row for row in done if row.computed_ms > 0]
+    timed = [row for row in done if row.computed_ms > 0 and row.ttft_ms > 0]
     rests = np.array(
         [
             (row.ttft_ms - row.queued_ms - row.computed_ms) / 1e3 - decode.seconds(1, row.input_length)
@@ -432,7 +449,7 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
     limit = limit_of_batch(done, notes)
     if limit:
         # With two places free, none of these was about to be taken by one that waited.
-        free = rests[~_wait_for_batch(timed, limit - 1)]
+        free = rests[~_wait_for_batch(timed, done, limit - 1)]
         undisturbed = float(np.median(free)) if len(free) >= _FEWEST_FREE else float(rests.min())
     else:
         undisturbed = float(np.quantile(rests, _LEAST_WAITING)) if len(rests) else 0.0
@@ -458,8 +475,8 @@ def costs_of(rows: Sequence[RecordedRequest], notes: list[str]) -> NodeCosts:
 def limit_of_batch(done: Sequence[RecordedRequest], notes: list[str] | None = None) -> int:
     """Most answers that an instance decodes at a time, if others have waited for that; 0: none has."""
     levels, busy = dict[int, float](), 0.0
-    for rows in _by_instance(done).values():
-        times, level = _levels(rows)
+    for answers in _by_instance(done).values():
+        times, level = _levels(answers)
         for count, lasted in zip(level[:-1], np.diff(times), strict=True):
             if count > 0:
                 levels[int(count)] = levels.get(int(count), 0.0) + float(lasted)
@@ -471,8 +488,8 @@ def limit_of_batch(done: Sequence[RecordedRequest], notes: list[str] | None = No
     while above + levels.get(limit, 0.0) <= _INSTANTS * busy:
         above += levels.get(limit, 0.0)
         limit -= 1
-    timed = [row for row in done if row.computed_ms > 0]
-    is_waiting = _wait_for_batch(timed, limit)
+    timed = [row for row in done if row.computed_ms > 0 and row.ttft_ms > 0]
+    is_waiting = _wait_for_batch(timed, done, limit)
     rests = np.array([row.ttft_ms - row.queued_ms - row.computed_ms for row in timed])
     if is_waiting.sum() < _FEWEST_FREE:
         return 0
@@ -486,20 +503,33 @@ def limit_of_batch(done: Sequence[RecordedRequest], notes: list[str] | None = No
     return limit
 
 
-def _by_instance(rows: Sequence[RecordedRequest]) -> dict[int, list[RecordedRequest]]:
-    """Answers of some length, by the instance that decoded them."""
-    found: dict[int, list[RecordedRequest]] = {}
-    for row in rows:
-        if row.output_length > _FEWEST_STEPS and row.e2e_ms > row.ttft_ms > 0:
-            found.setdefault(row.decode, []).append(row)
+class _Decoding(NamedTuple):
+    """An answer, and the time in which an instance decoded it."""
+
+    row: RecordedRequest
+    begins_ms: float
+    ends_ms: float
+
+
+def _by_instance(rows: Sequence[RecordedRequest]) -> dict[int, list[_Decoding]]:
+    """Answers of some length, by the instance that decoded them. One that came whole is assumed to have had
+    the usual time between tokens: it took a place in the batch like the others."""
+    long = [row for row in rows if row.output_length > _FEWEST_STEPS and row.e2e_ms > row.ttft_ms]
+    steps_ms = [(row.e2e_ms - row.ttft_ms) / (row.output_length - 1) for row in long if row.ttft_ms > 0]
+    usual_ms = float(np.median(steps_ms)) if steps_ms else 0.0
+    found: dict[int, list[_Decoding]] = {}
+    for row in long:
+        lasting_ms = min(row.e2e_ms, usual_ms * (row.output_length - 1))
+        begins_ms = row.timestamp + row.ttft_ms if row.ttft_ms > 0 else row.ends_ms - lasting_ms
+        found.setdefault(row.decode, []).append(_Decoding(row, begins_ms, row.ends_ms))
     return found
 
 
-def _levels(rows: Sequence[RecordedRequest]) -> tuple[_Floats, _Floats]:
+def _levels(answers: Sequence[_Decoding]) -> tuple[_Floats, _Floats]:
     """Instants, and the number of these answers that are decoded from each on."""
-    begins = np.array([row.timestamp + row.ttft_ms for row in rows])
-    ends = np.array([row.ends_ms for row in rows])
-    one = np.ones(len(rows))
+    begins = np.array([one.begins_ms for one in answers])
+    ends = np.array([one.ends_ms for one in answers])
+    one = np.ones(len(answers))
     return _sums_over_time([ends, begins], [-one, one])  # of one instant, ends come first
 
 
@@ -511,12 +541,14 @@ def _sums_over_time(at: list[_Floats], changes: list[_Floats]) -> tuple[_Floats,
     return times[order], np.cumsum(np.concatenate(changes)[order])
 
 
-def _wait_for_batch(rows: Sequence[RecordedRequest], limit: int) -> NDArray[np.bool_]:
-    """Which of them found so many answers on their instance when their prompts were computed."""
+def _wait_for_batch(
+    rows: Sequence[RecordedRequest], done: Sequence[RecordedRequest], limit: int
+) -> NDArray[np.bool_]:
+    """Which of ``rows`` found so many of all answers on their instance when their prompts were computed."""
     found = np.zeros(len(rows), dtype=bool)
     if not limit:
         return found
-    levels = {number: _levels(those) for number, those in _by_instance(rows).items()}
+    levels = {number: _levels(those) for number, those in _by_instance(done).items()}
     for number, row in enumerate(rows):
         if row.decode in levels:
             times, level = levels[row.decode]
@@ -526,11 +558,13 @@ def _wait_for_batch(rows: Sequence[RecordedRequest], limit: int) -> NDArray[np.b
 
 
 def _steps(done: Sequence[RecordedRequest]) -> list[StepSample]:
-    """For each answer: the mean batch and context on its instance while it was decoded, and its mean step."""
+    """For each answer with known times: the mean batch and context on its instance while it was decoded, and
+    its mean step."""
     found = []
-    for rows in _by_instance(done).values():
-        begins = np.array([row.timestamp + row.ttft_ms for row in rows])
-        ends = np.array([row.ends_ms for row in rows])
+    for answers in _by_instance(done).values():
+        rows = [one.row for one in answers]
+        begins = np.array([one.begins_ms for one in answers])
+        ends = np.array([one.ends_ms for one in answers])
         contexts = np.array([row.input_length + row.output_length / 2 for row in rows])
         steps = np.array([row.output_length - 1 for row in rows])
         sizes = _mean_of(begins, ends, np.ones(len(rows)))
@@ -538,7 +572,8 @@ def _steps(done: Sequence[RecordedRequest]) -> list[StepSample]:
         seconds = (ends - begins) / 1e3 / steps
         found += [
             StepSample(max(1, round(size)), max(1, round(load)), float(one))
-            for size, load, one in zip(sizes, loads, seconds, strict=True)
+            for row, size, load, one in zip(rows, sizes, loads, seconds, strict=True)
+            if row.ttft_ms > 0
         ]
     return found
 

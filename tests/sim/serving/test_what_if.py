@@ -282,3 +282,37 @@ def test_instances_that_do_both_can_become_more() -> None:
     assert found.effect["e2e_mean_s"].value < 0
     with pytest.raises(InvalidArgument, match="every instance"):
         ask(Change(prefill=1), num_prefill=0)
+
+
+def with_whole(rows: list[RecordedRequest]) -> list[RecordedRequest]:
+    """Every second answer came whole: a prefill engine computed its prompt, but no token was seen."""
+    return [
+        msgspec.structs.replace(row, ttft_ms=0.0, tbt_ms=0.0) if number % 2 else row
+        for number, row in enumerate(rows)
+    ]
+
+
+def test_whole_answers_are_simulated_but_not_compared() -> None:
+    mixed = with_whole(RECORDED)
+    assert costs_of(RECORDED, []).first_token_s > 0
+    assert costs_of(mixed, []).first_token_s == pytest.approx(costs_of(RECORDED, []).first_token_s, abs=2e-3)
+    assert limit_of_batch(mixed) == 0
+    found = ask(Change(decode=1), mixed)
+    assert found.rows == found.measured.num_done == found.baseline.num_done == len(ROWS) // 2
+    assert found.measured.hit_rate == pytest.approx(found.baseline.hit_rate, abs=0.01)
+    assert found.model_error["goodput_per_s"] == 0.0
+    assert abs(found.model_error["e2e_mean_s"]) < 0.1
+    (note,) = found.notes
+    assert note.startswith("200 answers that engines sent whole")
+
+
+def test_whole_answers_take_places_in_the_batch() -> None:
+    slow = [row._replace(timestamp_s=2 * row.timestamp_s) for row in ROWS]
+    recorded = recording_of(slow, dataclasses.replace(SPEC, max_batch=3))
+    assert limit_of_batch(with_whole([msgspec.structs.replace(row, queued_ms=0.0) for row in recorded])) == 3
+
+
+def test_whole_answers_alone_are_too_few_requests() -> None:
+    whole = [msgspec.structs.replace(row, ttft_ms=0.0, tbt_ms=0.0) for row in RECORDED]
+    with pytest.raises(InvalidArgument, match=r"with 0 requests.*, not counting answers that came whole"):
+        ask(Change(), whole)
