@@ -279,7 +279,8 @@ class MooncakeStoreService:
             BodyBudgetExceeded: the others take the memory.
             HTTPRequestEntityTooLarge: it is larger than ``MAX_BODY_BYTES``; that much is not read.
         """
-        body, num_held = bytearray(), 0
+        parts: list[bytes] = []
+        num_held = 0
         announced = request.content_length or 0
         try:
             if announced > MAX_BODY_BYTES:
@@ -289,8 +290,9 @@ class MooncakeStoreService:
                 num_held += len(part)
                 if num_held > MAX_BODY_BYTES:
                     raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, num_held)
-                body += part
-            _content.set(bytes(body))
+                parts.append(part)
+            _content.set(b"".join(parts))
+            parts.clear()  # the handler's copy is the only one
             yield
         finally:
             _content.set(None)
