@@ -106,17 +106,18 @@ class Generator:
         outputs: asyncio.Queue[Output | None] = asyncio.Queue()
         counts.num_prompt_tokens = request.num_prompt_tokens - request.num_prior_output_tokens
         counts.num_output_tokens = request.num_prior_output_tokens
-        if request.num_prior_output_tokens > INLINE_PRIOR_TOKENS:
-            text = await asyncio.to_thread(_Text, self.tokenizer, request, text_offset)
-        else:
-            text = _Text(self.tokenizer, request, text_offset)
         self._waiting[request.id] = outputs
         ended, is_first = False, True
         try:
+            # Before anything is awaited: a hand-over of a request that the engine does not have would be lost.
             refusal = self.engine.add(request)
             if refusal is not None:
                 ended = True
                 raise GenerationRefused(refusal)
+            if request.num_prior_output_tokens > INLINE_PRIOR_TOKENS:
+                text = await asyncio.to_thread(_Text, self.tokenizer, request, text_offset)
+            else:
+                text = _Text(self.tokenizer, request, text_offset)
             while not ended:
                 output = await outputs.get()
                 if output is None:

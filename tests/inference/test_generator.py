@@ -133,3 +133,32 @@ async def test_a_long_beginning_of_an_answer_is_no_work_for_the_event_loop() -> 
     assert [len(piece.text) for piece in pieces] == [3], "two characters were held back"
     assert len(threads) > num_prior
     assert threads.count(threading.get_ident()) < INLINE_PRIOR_TOKENS
+
+
+async def test_a_hand_over_while_a_long_beginning_becomes_text_is_not_lost() -> None:
+    entered, handed_over = threading.Event(), threading.Event()
+
+    class Waiting(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            entered.set()
+            assert handed_over.wait(30)
+            return super().decode(token_ids)
+
+    engine = Engine(InferenceSettings(), FakeRunner(FakeEngineSettings().model()))
+    generator = Generator(engine, Waiting(), asyncio.get_running_loop())
+    num_prior = INLINE_PRIOR_TOKENS + 1
+    params = SamplingParams(max_tokens=num_prior + 3)
+    request = Request("r", [65] * (num_prior + 1), params, num_prior_output_tokens=num_prior)
+
+    async def ends() -> list[str | None]:
+        return [piece.finish_reason async for piece in generator.pieces(request, TokenCounts())]
+
+    answer = asyncio.create_task(ends())
+    await asyncio.to_thread(entered.wait, 30)
+    engine.hand_over("r", "")
+    handed_over.set()
+    generator.start()
+    try:
+        assert (await answer)[-1] == FinishReason.MOVED
+    finally:
+        await asyncio.to_thread(generator.stop)
