@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from mooncake import config
+from mooncake.conductor.messages import Place
+from mooncake.conductor.request_lifecycle import invalid_number
 from mooncake.conductor.server import ConductorSettings
 from mooncake.config import AlsoFrom, Port, Secret, Size
 from mooncake.errors import InvalidArgument
@@ -229,6 +231,14 @@ def test_an_endpoint_is_taken_from_the_environment(settings_class: type[Any], fi
     variable = f"MOONCAKE_{config.role_of(settings_class)}_{field}".upper()
     settings, origins = config.load(settings_class, {}, {variable: "tcp://10.0.0.1:5557"})
     assert (getattr(settings, field), origins[field]) == ("tcp://10.0.0.1:5557", f"environment {variable}")
+
+
+@pytest.mark.parametrize("settings_class", [GatewaySettings, EppSettings])
+def test_a_time_limit_that_the_conductor_would_refuse_is_named_at_start_up(settings_class: type[Any]) -> None:
+    with pytest.raises(InvalidArgument, match="request_timeout_s"):
+        config.load(settings_class, {"request_timeout_s": 1e9}, {})
+    longest, _ = config.load(settings_class, {"request_timeout_s": 1e8}, {})
+    assert invalid_number(Place("r", 1, lifetime_s=longest.request_timeout_s + 60.0)) is None
 
 
 def test_endpoints_in_a_list_are_taken_from_the_environment() -> None:

@@ -20,7 +20,7 @@ from mooncake.config import Port, Secret, Size
 from mooncake.errors import InvalidArgument
 from mooncake.gateway.app import MAX_OPERATORS, create_operator_app, load_tokenizer, watch_client_keys
 from mooncake.gateway.endpoint_picker import EndpointPicker, PickRules, normalized
-from mooncake.gateway.gateway import Gateway, GatewaySettings, ServingSettings
+from mooncake.gateway.gateway import AnswerSeconds, Gateway, GatewaySettings, ServingSettings
 from mooncake.gateway.prompts import Tokenizing
 from mooncake.http.server import HttpServer, listen_for_metrics
 from mooncake.log import get_logger
@@ -73,7 +73,7 @@ class EppSettings(ServingSettings):
     body_timeout_s: Seconds = 30.0
     "How long the body of a request may take to arrive; after that it is refused with 408."
 
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: AnswerSeconds = 600.0
     "How long one answer may take; after that its stream ends and the conductor no longer counts it."
 
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20

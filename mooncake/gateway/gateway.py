@@ -57,6 +57,9 @@ class Public(StrEnum):
     "HTTPS, and clients present a certificate of the cluster's authority."
 
 
+AnswerSeconds = Annotated[float, Meta(gt=0, le=1e8)]
+"""Time that an answer may take. The conductor refuses to account for a longer one, with each request."""
+
 _BY_CACHE = ("overlap", "kvcache_centric", "cache_aware")
 
 
@@ -157,7 +160,7 @@ class GatewaySettings(ServingSettings):
     trust_clients: bool = False
     "Whether clients' `kv_transfer_params` reach other engines; never fields that name a host or a transfer."
 
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: AnswerSeconds = 600.0
     "How long one answer may take, prefill and decode together."
 
     stall_timeout_s: Seconds = 120.0

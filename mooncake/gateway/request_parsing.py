@@ -23,6 +23,8 @@ from mooncake.http.openai import MAX_PRIORITY, ApiError
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
 MAX_RANK = 9999
+MAX_SLO_MS = 1e12
+"""The conductor's limit of a duration that a request asks for."""
 
 SLO_HEADERS = {
     "ttft_ms": ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"),
@@ -62,8 +64,8 @@ def _milliseconds_of(http: Request, names: tuple[str, ...]) -> float | None:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        message = f"header {name} is {text[:40]!r}; allowed: a number of milliseconds above 0"
+    if not 0 < value <= MAX_SLO_MS:
+        message = f"header {name} is {text[:40]!r}; allowed: milliseconds above 0, up to {MAX_SLO_MS:g}"
         raise ApiError(400, message, param=name, code="invalid_value")
     return value
 

@@ -14,6 +14,7 @@ import pytest
 from fastapi import Request
 
 from mooncake.conductor.messages import Place
+from mooncake.conductor.request_lifecycle import invalid_number
 from mooncake.gateway.clients import ClientEntry, Clients
 from mooncake.gateway.metrics import Slo
 from mooncake.gateway.request_parsing import (
@@ -26,7 +27,7 @@ from mooncake.gateway.request_parsing import (
     slo_of,
 )
 from mooncake.http import answers, api_requests, large_json
-from mooncake.http.openai import MAX_PRIORITY
+from mooncake.http.openai import MAX_PRIORITY, ApiError
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import Stack, running
 from tests.gateway.doubles import MAX_MODEL_LEN, WorkerDouble
@@ -314,6 +315,21 @@ def test_the_first_of_an_slo_s_names_counts(field: str) -> None:
 async def test_a_wrong_slo_is_named_as_the_client_named_it(stack: Stack, name: str) -> None:
     status, answer, _ = await stack.post(TEXT, {"prompt": "w20"}, {name: "soon"})
     assert (status, answer["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name", [name for names in SLO_HEADERS.values() for name in names])
+@pytest.mark.parametrize("text", ["1e13", "inf", "nan", "0", "-1"])
+def test_an_slo_that_the_conductor_would_refuse_is_named_by_its_header(name: str, text: str) -> None:
+    with pytest.raises(ApiError, match=f"header {name} is '{text}'") as refused:
+        slo_of(http_with({name: text}))
+    assert (refused.value.status, refused.value.detail.param) == (400, name)
+
+
+def test_the_longest_slo_is_one_that_the_conductor_takes() -> None:
+    given = slo_of(http_with({"x-slo-ttft-ms": "1e12", "x-slo-tbt-ms": "1e12"}))
+    assert given.ttft_ms is not None and given.tbt_ms is not None
+    place = Place("r", 1, slo_ttft_s=given.ttft_ms / 1000.0, slo_tbt_s=given.tbt_ms / 1000.0)
+    assert invalid_number(place) is None
 
 
 async def test_headers_reach_the_conductor(stack: Stack) -> None:
