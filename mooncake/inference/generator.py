@@ -109,7 +109,7 @@ class Generator:
         self._waiting[request.id] = outputs
         ended, is_first = False, True
         try:
-            # Before anything is awaited: a hand-over of a request that the engine does not have would be lost.
+            # Before anything is awaited: a hand-over of a request that is not in the engine would be lost.
             refusal = self.engine.add(request)
             if refusal is not None:
                 ended = True

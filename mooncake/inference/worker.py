@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -356,7 +357,18 @@ def _load(settings: WorkerSettings, stage: int, num_stages: int) -> tuple[Path, 
 
 
 def _tokenizer_of(folder: Path) -> str:
-    """The digest of the tokenizer in ``folder``; empty without one, as trainers may save weights alone."""
+    """The digest of the tokenizer in ``folder``; empty without one, as trainers may save weights alone.
+
+    Their programs write the file anew, with the padding and truncation that they have used it with."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        import tokenizers  # late, as the tokenizer itself: it takes a while
+
+        with contextlib.suppress(Exception):  # it raises no other for a file that it can't read
+            found = tokenizers.Tokenizer.from_file(str(path))
+            found.no_padding()
+            found.no_truncation()
+            return hashlib.sha256(found.to_str().encode()).hexdigest()
     try:
         return tokenizer_digest(folder)
     except ModelError:

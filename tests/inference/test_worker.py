@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from mooncake.errors import InvalidArgument, ModelError
 from mooncake.inference import weights
@@ -88,19 +89,26 @@ async def test_a_folder_that_a_trainer_saves_into_meanwhile_is_not_loaded(
 
 async def test_weights_with_another_tokenizer_are_refused(llama: Reference, tmp_path: Path) -> None:
     """The worker would go on with its own, whose tokens mean other texts to these weights."""
-    folders = [Path(shutil.copytree(llama.folder, tmp_path / name)) for name in ("own", "other", "weights")]
-    own, other, weights_alone = folders
+    names = ("own", "other", "damaged", "weights", "trained")
+    folders = [Path(shutil.copytree(llama.folder, tmp_path / name)) for name in names]
+    own, other, damaged, weights_alone, trained = folders
     make_tokenizer(own)
-    make_tokenizer(other)
-    content = (other / "tokenizer.json").read_text()
+    content = (own / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(content.replace("</s>", "<end>"))
+    (damaged / "tokenizer.json").write_text(content[:-20])
+    as_in_training = tokenizers.Tokenizer.from_str(content)
+    as_in_training.enable_padding(length=64)
+    as_in_training.enable_truncation(max_length=64)
+    as_in_training.save(str(trained / "tokenizer.json"))
     settings = WorkerSettings(
         model=str(own), device="cpu", port=0, kv_cache_size_bytes=1 << 20, warm_up_s=0, block_tokens=16
     )
     async with running(settings) as api:
         assert isinstance(api.add_routes, functools.partial)
         versions: WeightVersions = api.add_routes.keywords["versions"]
-        with pytest.raises(ModelError, match="another tokenizer"):
-            await versions.prepare(other)
+        for folder in (other, damaged):
+            with pytest.raises(ModelError, match="another tokenizer"):
+                await versions.prepare(folder)
         assert versions.prepared is None
-        assert await versions.prepare(weights_alone) is versions.prepared
+        for folder in (weights_alone, trained):
+            assert await versions.prepare(folder) is versions.prepared
