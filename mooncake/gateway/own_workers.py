@@ -59,7 +59,7 @@ from mooncake.gateway.request_parsing import (
 )
 from mooncake.gateway.retries import AnswerConcurrency, Attempts, PlacedRequest, Route, as_error
 from mooncake.gateway.worker_client import WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, check_logprobs
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, bound_logprobs
 from mooncake.http.api_requests import tokenize
 from mooncake.http.latency import itl_seconds, mean_of_longest, ttft_seconds
 from mooncake.http.openai import (
@@ -104,7 +104,7 @@ async def serve_own_workers(gateway: Gateway, http: Request, request: AnyRequest
         tracing.phase("tokenize")
         tracing.note(gen_ai__request__model=settings.model_name, gen_ai__request__stream=bool(request.stream))
         prompts = await tokenize(gateway.tokenizer, request, max_model_len)
-        check_logprobs(request, (max_model_len - len(prompt) for prompt in prompts))
+        bound_logprobs(request, (max_model_len - len(prompt) for prompt in prompts))
         tracing.phase("hash blocks", prompts=len(prompts))
         answer = _answer(gateway, http, request, prompts, max_model_len, slo)
         if not request.stream:

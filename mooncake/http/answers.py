@@ -33,29 +33,40 @@ from mooncake.http.openai import (
 )
 from mooncake.http.worker_stats import ResumedStats
 
-MAX_WHOLE_LOGPROBS = 4 << 20
+MAX_WHOLE_LOGPROBS = 4 << 17
 """Most log probabilities in an answer that is not streamed, those of alternatives included: all are in memory
 until the answer ends, some hundred bytes each."""
 
 
-def check_logprobs(request: AnyRequest, rooms: Iterable[int]) -> None:
-    """Check that the log probabilities of an answer that is not streamed may be kept until it ends.
+def bound_logprobs(request: AnyRequest, rooms: Iterable[int]) -> None:
+    """Bound the log probabilities of an answer that is not streamed, which are kept until it ends.
 
-    ``rooms``: the most tokens that the model's context leaves for an answer to each prompt.
+    A request without a limit of its tokens, which may fill the context, gets one here.
+
+    Args:
+        request: the client's.
+        rooms: the most tokens that the model's context leaves for an answer to each prompt.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the client asks for more of them.
     """
     if request.stream or request.num_logprobs is None:
         return
-    limit = request.output_limit
-    num_tokens = request.n * sum(room if limit is None else min(limit, room) for room in rooms)
-    if (num_logprobs := num_tokens * (1 + request.num_logprobs)) > MAX_WHOLE_LOGPROBS:
-        message = (
-            f"the answer may have {num_logprobs} log probabilities; allowed: at most {MAX_WHOLE_LOGPROBS} in "
-            "an answer that is not streamed; ask for fewer tokens, answers or alternatives, or for a stream"
-        )
-        raise ApiError(400, message, param="logprobs", code="invalid_value")
+    limit, longest = request.output_limit, [*rooms]
+    most_tokens = MAX_WHOLE_LOGPROBS // (1 + request.num_logprobs)
+    num_tokens = request.n * sum(room if limit is None else min(limit, room) for room in longest)
+    if num_tokens <= most_tokens:
+        return
+    default = most_tokens // (request.n * len(longest))
+    if limit is None and default >= max(1, request.min_tokens):
+        request.max_tokens = default
+        return
+    message = (
+        f"the answer may have {num_tokens * (1 + request.num_logprobs)} log probabilities; allowed: at most "
+        f"{MAX_WHOLE_LOGPROBS} in an answer that is not streamed; ask for fewer tokens, answers or "
+        "alternatives, or for a stream"
+    )
+    raise ApiError(400, message, param="logprobs", code="invalid_value")
 
 
 class AnswerPiece(msgspec.Struct):

@@ -27,7 +27,7 @@ from mooncake import clock, metrics, tracing
 from mooncake.connectors.kv_link import PushSource
 from mooncake.errors import InvalidArgument, MooncakeError
 from mooncake.http import large_json
-from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, check_logprobs
+from mooncake.http.answers import AnswerPiece, ChatWriter, CompletionWriter, bound_logprobs
 from mooncake.http.api_requests import not_served, read_body, tokenize
 from mooncake.http.latency import e2e_seconds, itl_seconds, ttft_seconds
 from mooncake.http.openai import (
@@ -260,7 +260,7 @@ async def _answer(api: Api, http: Request, api_request: AnyRequest, began: float
         message = f"the request asks for {num_sequences} answers; allowed: at most {MAX_SEQUENCES}"
         raise ApiError(400, message, param="prompt" if num_prompts > 1 else "n", code="invalid_value")
     prompts = await tokenize(api.generator.tokenizer, api_request, api.max_model_len)
-    check_logprobs(api_request, (api.max_model_len - len(prompt) for prompt in prompts))
+    bound_logprobs(api_request, (api.max_model_len - len(prompt) for prompt in prompts))
     answer_id = http.headers.get("x-request-id") or uuid.uuid4().hex
     prefix = "chatcmpl" if isinstance(api_request, ChatCompletionRequest) else "cmpl"
     # One for all: those that wait for their turn must not be computed by weights that came meanwhile.

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from mooncake.http.answers import (
+    MAX_WHOLE_LOGPROBS,
     AnswerPiece,
     ChatWriter,
     CompletionWriter,
     JoinedPieces,
+    bound_logprobs,
     chat_logprobs,
-    check_logprobs,
 )
 from mooncake.http.openai import (
     AnyRequest,
@@ -122,7 +123,7 @@ def test_log_probabilities_that_will_not_be_written_are_not_kept(
     [
         ({"prompt": "a", "logprobs": 20, "n": 2, "max_tokens": 7}, 2 * 7 * 21 * 3),
         ({"prompt": "a", "logprobs": 0, "max_tokens": 10**9}, 1000 + 10 + 500),
-        ({"messages": HELLO, "logprobs": True, "top_logprobs": 4}, (1000 + 10 + 500) * 5),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 4, "min_tokens": 504}, (1000 + 10 + 500) * 5),
         ({"messages": HELLO, "logprobs": True, "max_completion_tokens": 20}, 20 + 10 + 20),
         ({"messages": HELLO, "n": 128}, 0),
         ({"prompt": "a", "logprobs": 20, "n": 2, "stream": True}, 0),
@@ -137,11 +138,21 @@ def test_log_probabilities_of_a_whole_answer_are_bounded(
     else:
         request = parse_request(ChatCompletionRequest, json.dumps(fields).encode())
     monkeypatch.setattr("mooncake.http.answers.MAX_WHOLE_LOGPROBS", num_logprobs)
-    check_logprobs(request, (1000, 10, 500))
+    bound_logprobs(request, (1000, 10, 500))
     if num_logprobs:
         monkeypatch.setattr("mooncake.http.answers.MAX_WHOLE_LOGPROBS", num_logprobs - 1)
         with pytest.raises(ApiError, match=f"may have {num_logprobs} log probabilities"):
-            check_logprobs(request, (1000, 10, 500))
+            bound_logprobs(request, (1000, 10, 500))
+
+
+def test_a_chat_without_a_limit_gets_one_for_its_log_probabilities() -> None:
+    """It was the default that asked for too many of them, and not the client."""
+    fields = {"messages": HELLO, "logprobs": True, "top_logprobs": 20, "n": 2}
+    request = parse_request(ChatCompletionRequest, json.dumps(fields).encode())
+    bound_logprobs(request, [1000])
+    assert request.output_limit is None, "an answer that fills this context has few enough"
+    bound_logprobs(request, [262_144])
+    assert request.output_limit == MAX_WHOLE_LOGPROBS // (2 * 21)
 
 
 @pytest.mark.parametrize("with_token_ids", [False, True])

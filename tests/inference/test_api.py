@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mooncake import clock
 from mooncake.connectors.kv_link import PushSource
+from mooncake.http import answers
 from mooncake.http.latency import e2e_seconds, ttft_seconds
 from mooncake.http.openai import ApiError, CompletionRequest, KvEventSource, parse_request
 from mooncake.http.server import HttpServer, listen
@@ -365,6 +366,16 @@ async def test_logprobs_have_a_column_per_token(client: Client) -> None:
     rows = (await client.post(CHAT, chat))["choices"][0]["logprobs"]["content"]
     assert 1 <= len(rows) <= 2
     assert len(rows[0]["top_logprobs"]) == 2
+
+
+async def test_a_chat_without_a_limit_ends_where_its_log_probabilities_do(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MAX_WHOLE_LOGPROBS", 5 * 3)
+    chat = {"messages": [{"role": "user", "content": "A"}], "logprobs": True, "top_logprobs": 2}
+    choice = (await client.post(CHAT, {**chat, "ignore_eos": True}))["choices"][0]
+    assert (choice["finish_reason"], len(choice["logprobs"]["content"])) == ("length", 5)
+    await client.post(CHAT, {**chat, "max_tokens": 6}, status=400)
 
 
 async def test_logprobs_lose_no_alternative_and_have_the_bytes_of_tokens(client: Client) -> None:
