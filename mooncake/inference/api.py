@@ -130,7 +130,7 @@ class Api:
     movable: dict[str, str] = dataclasses.field(default_factory=dict)
     """Ids of the engine's requests by the ``move_id`` of their streams, while these last."""
     mean_answer_s: float = 1.0
-    """Running mean of the duration of recent answers."""
+    """Running mean of the duration of recent answers, from the tokens of their prompts on."""
 
     def __post_init__(self) -> None:
         self.created = int(clock.wall())
@@ -310,7 +310,7 @@ class _Answer:
         self._at_once = asyncio.Semaphore(api.generator.engine.scheduler.settings.max_running)
         writer = ChatWriter if isinstance(api_request, ChatCompletionRequest) else CompletionWriter
         self._writer = writer(answer_id, int(clock.wall()), api.model, api_request.return_token_ids)
-        self._began = began
+        self._began, self._tokenized = began, clock.monotonic()
         self._end = "aborted"
         """How the answer ends: so, unless something else has happened before the client leaves."""
         self._text_offset = _transfer_count(api_request, "output_text_offset")
@@ -427,9 +427,10 @@ class _Answer:
 
     def _account(self) -> None:
         self._end = "finished"
-        e2e_s = clock.monotonic() - self._began
-        e2e_seconds.observe(e2e_s, tracing.exemplar())
-        self._api.mean_answer_s += 0.1 * (e2e_s - self._api.mean_answer_s)
+        now = clock.monotonic()
+        e2e_seconds.observe(now - self._began, tracing.exemplar())
+        # Without the upload and the tokenizing, which take no place in the queue.
+        self._api.mean_answer_s += 0.1 * (now - self._tokenized - self._api.mean_answer_s)
         has_pool = self._api.generator.engine.scheduler.settings.has_external_cache
         for counts in self._counts:
             queries.inc(counts.num_prompt_tokens)

@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mooncake import clock
 from mooncake.connectors.kv_link import PushSource
+from mooncake.errors import Refusal
 from mooncake.http import answers
+from mooncake.http.answers import AnswerPiece
 from mooncake.http.latency import e2e_seconds, ttft_seconds
 from mooncake.http.openai import ApiError, CompletionRequest, KvEventSource, parse_request
 from mooncake.http.server import HttpServer, listen
@@ -488,6 +490,36 @@ async def test_the_time_to_the_first_token_includes_the_work_before_the_engine(
     await client.post(TEXT, {"prompt": "ab", "max_tokens": 1})
     after = [one._sum.get() for one in (ttft_seconds, e2e_seconds)]
     assert [round(now - then, 6) for now, then in zip(after, before, strict=True)] == [3.0, 3.0]
+
+
+async def test_a_place_in_the_queue_is_not_waited_for_longer_because_of_an_upload(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elapsed_s = 0.0
+    encode = client.generator.tokenizer.encode
+
+    def slow(text: str) -> list[int]:
+        nonlocal elapsed_s
+        elapsed_s += 1000.0
+        return encode(text)
+
+    async def pieces(self: Generator, *arguments: Any, **more: Any) -> AsyncIterator[AnswerPiece]:
+        nonlocal elapsed_s
+        elapsed_s += 21.0
+        yield AnswerPiece(finish_reason="length")
+
+    def full(self: object, request: object) -> Refusal:
+        return Refusal("queue_full", "the queue is full")
+
+    monkeypatch.setattr(client.generator.tokenizer, "encode", slow)
+    fake_clock = SimpleNamespace(monotonic=lambda: elapsed_s, wall=clock.wall)
+    monkeypatch.setattr("mooncake.inference.api.clock", fake_clock)
+    with monkeypatch.context() as once:
+        once.setattr(Generator, "pieces", pieces)
+        await client.post(TEXT, {"prompt": "ab", "max_tokens": 1})
+    monkeypatch.setattr(Engine, "add", full)
+    async with client.http.post(client.url + TEXT, json=greedy()) as answer:
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "3"), "a tenth of 21 and nine of 1"
 
 
 async def test_what_is_not_served_has_an_openai_error(
