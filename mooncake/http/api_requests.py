@@ -29,6 +29,9 @@ INLINE_CHARS = 4096
 """Shorter texts are tokenized on the event loop; a thread would cost more than it saves."""
 
 LARGE_CHARS = 256 << 10
+MESSAGE_CHARS = 32
+"""The work for a message or a tool call besides its text, in characters: a template writes some around it."""
+
 PIECE_CHARS = 64 << 10
 CUT_TOKENS = 8
 LONG_TOKEN_CHARS = 8
@@ -94,7 +97,7 @@ async def tokenize(tokenizer: PromptTokenizer, request: AnyRequest, max_model_le
         ]
 
     try:
-        num_chars = sum(_chars(request)) + _num_chars_of_calls(request)
+        num_chars = sum(_chars(request)) + _num_chars_around(request)
         if num_chars < INLINE_CHARS:
             prompts = in_thread()
         elif num_chars < LARGE_CHARS:
@@ -118,10 +121,13 @@ def _check_length(tokenizer: PromptTokenizer, request: AnyRequest, max_model_len
         num_tokens = num_chars // tokenizer.longest_token_chars
         if num_tokens >= max_model_len:
             raise context_length_exceeded(num_tokens, max_model_len, param, is_at_least=True)
-    if isinstance(request, CompletionRequest):
-        for one in request.prompts:
-            if not isinstance(one, str) and len(one) >= max_model_len:
-                raise context_length_exceeded(len(one), max_model_len, param)
+    if isinstance(request, ChatCompletionRequest):
+        if len(request.messages) >= max_model_len:  # a template writes at least a token for each
+            raise context_length_exceeded(len(request.messages), max_model_len, param, is_at_least=True)
+        return
+    for one in request.prompts:
+        if not isinstance(one, str) and len(one) >= max_model_len:
+            raise context_length_exceeded(len(one), max_model_len, param)
 
 
 def _count(tokenizer: PromptTokenizer, text: str, max_model_len: int, param: str) -> None:
@@ -150,8 +156,25 @@ def _chars(request: AnyRequest) -> list[int]:
     return [sum(lengths)] if isinstance(request, ChatCompletionRequest) else lengths
 
 
-def _num_chars_of_calls(request: AnyRequest) -> int:
-    """Length of the tool calls in a chat, which are tokens only where the model's template reads them."""
+def _num_chars_around(request: AnyRequest) -> int:
+    """What a chat has besides its text, in characters: it is tokens only where the template reads it."""
     if not isinstance(request, ChatCompletionRequest):
         return 0
-    return sum(call.num_chars for message in request.messages for call in message.tool_calls)
+    num_chars = _num_chars_in(request.chat_template_kwargs or {})
+    for message in request.messages:
+        num_chars += MESSAGE_CHARS + len(message.name or "") + len(message.tool_call_id or "")
+        num_chars += sum(MESSAGE_CHARS + call.num_chars for call in message.tool_calls)
+    return num_chars
+
+
+def _num_chars_in(value: Any) -> int:
+    """Number of characters and values in a JSON value; of more than ``LARGE_CHARS`` at least these."""
+    num_chars, waiting = 0, [value]
+    while waiting and num_chars < LARGE_CHARS:
+        one = waiting.pop()
+        num_chars += len(one) if isinstance(one, str) else 1
+        if isinstance(one, dict):
+            waiting += [*one, *one.values()]
+        elif isinstance(one, list):
+            waiting += one
+    return num_chars

@@ -475,7 +475,7 @@ class ToolCall(_Shape):
 
     @property
     def num_chars(self) -> int:
-        return len(self.function.name) + len(self.function.arguments)
+        return len(self.id or "") + len(self.function.name) + len(self.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it: with arguments as an object, which is how they format it."""

@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.http import api_requests
 from mooncake.http.api_requests import tokenize
-from mooncake.http.openai import ApiError, CompletionRequest, parse_request
+from mooncake.http.openai import ApiError, ChatCompletionRequest, CompletionRequest, parse_request
 
 
 class CharTokenizer:
@@ -41,6 +41,20 @@ class CharTokenizer:
         return "".join(map(chr, token_ids))
 
 
+class ShortChats(CharTokenizer):
+    """A tokenizer whose template writes nothing but a beginning, so that every chat fits."""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        return self.encode("<")
+
+
 def completion(prompt: object) -> CompletionRequest:
     return parse_request(CompletionRequest, json.dumps({"prompt": prompt}).encode())
 
@@ -64,6 +78,48 @@ async def test_what_can_not_fit_is_not_tokenized(prompt: object) -> None:
         await tokenize(tokenizer, completion(prompt), 100)
     assert (refused.value.status, refused.value.detail.code) == (400, "context_length_exceeded")
     assert not tokenizer.threads
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"messages": [{"role": "user", "content": ""}] * 50},
+        {"messages": [{"role": "user", "content": "a", "name": "n" * 200}]},
+        {"messages": [{"role": "tool", "content": "a", "tool_call_id": "n" * 200}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}] * 50}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "n" * 200, "function": {"name": ""}}]}]},
+        {"chat_template_kwargs": {"a": "n" * 200}},
+        {"chat_template_kwargs": {"n" * 200: 1}},
+        {"chat_template_kwargs": {"a": {"b": [[1] * 100, {"c": None}] * 2}}},
+    ],
+)
+async def test_what_a_chat_has_besides_its_text_is_no_work_for_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """A template writes some characters around an empty message, and may read each other field."""
+    monkeypatch.setattr(api_requests, "INLINE_CHARS", 100)
+    monkeypatch.setattr(api_requests, "LARGE_CHARS", 200)
+    tokenizer = ShortChats()
+    few = {"messages": [{"role": "user", "content": "a"}]}
+    for fields in (few, {**few, **more}):
+        await tokenize(tokenizer, parse_request(ChatCompletionRequest, json.dumps(fields).encode()), 1000)
+    here, large = tokenizer.threads
+    assert here == threading.current_thread().name and large.startswith("large-requests")
+
+
+async def test_more_messages_than_tokens_that_fit_are_not_tokenized() -> None:
+    tokenizer = ShortChats()
+    for number in (99, 100):
+        messages = [{"role": "user", "content": ""}] * number
+        chat = parse_request(ChatCompletionRequest, json.dumps({"messages": messages}).encode())
+        if number < 100:
+            await tokenize(tokenizer, chat, 100)
+            continue
+        with pytest.raises(ApiError) as refused:
+            await tokenize(tokenizer, chat, 100)
+        assert (refused.value.status, refused.value.detail.code) == (400, "context_length_exceeded")
+        assert refused.value.detail.param == "messages"
+    assert len(tokenizer.threads) == 1
 
 
 async def test_what_has_too_many_tokens_is_refused() -> None:
