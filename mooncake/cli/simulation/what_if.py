@@ -119,18 +119,17 @@ def _table(answer: dict[str, Any]) -> Table:
     ):
         shown.add_column(heading, justify="right" if number else "left")
     for name, title in _NAMES.items():
-        effect, error = answer["effect"][name], answer["model_error"][name]
+        effect, error = answer["effect"].get(name), answer["model_error"].get(name)
         is_rate = name == "hit_rate"
-        expected = answer["expected"][name]
-        measured = _measured(answer["measured"], name)
-        shown.add_row(
-            title,
-            _value(name, measured),
-            _value(name, expected),
-            _relative(effect["value"], is_rate),
-            f"{_relative(effect['low'], is_rate)} to {_relative(effect['high'], is_rate)}",
-            _relative(error, is_rate),
-        )
+        known = ["", "", ""]  # nothing to relate it to, which a note says
+        if effect is not None:
+            known = [
+                _value(name, answer["expected"][name]),
+                _relative(effect["value"], is_rate),
+                f"{_relative(effect['low'], is_rate)} to {_relative(effect['high'], is_rate)}",
+            ]
+        measured = _value(name, _measured(answer["measured"], name))
+        shown.add_row(title, measured, *known, "" if error is None else _relative(error, is_rate))
     return shown
 
 

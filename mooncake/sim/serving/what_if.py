@@ -35,7 +35,7 @@ from mooncake.sim.serving import simulate
 from mooncake.sim.serving.cluster import ClusterSpec
 from mooncake.sim.serving.node_costs import NodeCosts, PrefillSample, StepSample, fit_decode, fit_prefill
 from mooncake.sim.serving.results import REJECTED, REJECTED_AFTER_PREFILL, Quantiles, RunResults
-from mooncake.sim.traces.reuse import INTERVAL, reuse_of
+from mooncake.sim.traces.reuse import INTERVAL, ReuseReport, reuse_of
 from mooncake.sim.traces.trace import TraceRow
 
 _Floats: TypeAlias = NDArray[np.float64]
@@ -52,6 +52,9 @@ _UNLIMITED_BYTES_PER_S = 1e12
 _DEVICE_TOKENS = 1 << 40
 _UNLIMITED_BATCH = 1024
 _FEWEST_STEPS = 3
+_MOST_REJECTED = 0.02
+"""Share of requests that the live rule may reject in the simulation of the cluster as it is. It has admitted
+all of them, so a larger share shows that it does not see here what it saw there."""
 _SPARE = 1.25
 """Room for what is in progress in a simulation, as a multiple of what was: it deviates a little."""
 _FEWEST_FREE = 5
@@ -130,10 +133,11 @@ class WhatIfAnswer(msgspec.Struct, frozen=True):
     changed: LoadFigures
     "After the change, simulated."
     expected: dict[str, float]
-    "What was measured, with the effect."
+    "What was measured, with the effect. Without an effect there is no entry."
     effect: dict[str, Effect]
+    "Figures that are 0 in the baseline have no effect: there is nothing to divide by."
     model_error: dict[str, float]
-    "Baseline against measured: relative, for the hit rate the difference."
+    "Baseline against measured: relative, for the hit rate the difference. What was 0 has no entry."
     cache_tokens: int
     "Size of the cluster's cache that explains the measured hit rate."
     has_pool: bool
@@ -210,7 +214,7 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     spec = fitting.spec(changed_tokens, change.prefill, change.decode, change.load)
     if not question.num_prefill and change.load * question.num_decode > spec.num_prefill:
         notes.append("that memory suffices for more requests in progress is assumed: it was not measured")
-    settings = question.settings
+    settings = fitting.settings
     if change.policy:
         settings = dataclasses.replace(settings, scheduling=cast(Scheduling, change.policy))
     later = fitting.run(spec, settings, change.load)
@@ -224,9 +228,16 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
     spans = (span_s, span_s, span_s / change.load)
     figures = [one.figures(is_asked, s) for one, s in zip((measured, now, later), spans, strict=True)]
     effect = _effects(now, later, np.flatnonzero(is_asked), spans[1:], figures[1:])
-    expected = {name: _applied(name, get(figures[0]), effect[name].value) for name, get in _FIGURES.items()}
-    # A baseline with fewer good requests than were measured makes the effect on them too large.
-    expected["goodput_per_s"] = min(expected["goodput_per_s"], num_asked / spans[2])
+    expected = {name: _applied(name, _FIGURES[name](figures[0]), one.value) for name, one in effect.items()}
+    if unknown := [name for name in _FIGURES if name not in effect]:
+        notes.append(
+            f"no effect is stated on {', '.join(unknown)}: it is 0 in a simulation, so there is nothing to "
+            "relate it to"
+        )
+    if "goodput_per_s" in expected:
+        # A baseline with fewer good requests than were measured makes the effect on them too large.
+        expected["goodput_per_s"] = min(expected["goodput_per_s"], num_asked / spans[2])
+    errors = {name: _relation(name, get(figures[0]), get(figures[1])) for name, get in _FIGURES.items()}
     return WhatIfAnswer(
         rows=num_asked,
         minutes=round(span_s / 60, 3),
@@ -236,9 +247,7 @@ def answer_what_if(question: WhatIfQuestion) -> WhatIfAnswer:
         changed=figures[2],
         expected=expected,
         effect=effect,
-        model_error={
-            name: _relation(name, get(figures[0]), get(figures[1])) for name, get in _FIGURES.items()
-        },
+        model_error={name: error for name, error in errors.items() if error is not None},
         cache_tokens=size_tokens,
         has_pool=fitting.has_pool,
         notes=notes,
@@ -282,13 +291,13 @@ class _Model:
         notes: list[str],
     ) -> None:
         self._question, self._trace, self._is_asked = question, trace, is_asked
+        self.settings = question.settings
+        """The conductor's in the simulations."""
         self._hit_rate = measured.figures(is_asked, 1.0).hit_rate
         self._measured_ttft_s = measured.ttft_s
         self._notes = notes
         self.has_pool = question.num_prefill > 0 and any(row.loaded_tokens for row in question.rows)
         self._costs = costs_of(question.rows, notes)
-        if not question.num_prefill:  # what the steps of others take of the rest differs: see ``fitted``
-            self._costs = msgspec.structs.replace(self._costs, first_token_s=0.0)
         limit = limit_of_batch([row for row in question.rows if row.is_done])
         self._max_batch = limit or _UNLIMITED_BATCH
         self._longest = max(row.input_length for row in question.rows)
@@ -365,8 +374,25 @@ class _Model:
 
     def fitted(self) -> tuple[_Columns, int]:
         """The cluster as it is, with the cache whose hit rate is the measured one; and the cache's size."""
+        reuse = reuse_of(self._trace, self._question.block_tokens)
+        run, size_tokens = self._with_cache(reuse)
+        num_rejected, num_asked = int(run.is_rejected[self._is_asked].sum()), int(self._is_asked.sum())
+        if num_rejected > _MOST_REJECTED * num_asked:
+            self._notes.append(
+                f"admission by {self.settings.admission!r} would reject {num_rejected:,} of the "
+                f"{num_asked:,} requests in the simulation of the cluster as it is, though the live one "
+                "admitted them: both simulations admit all requests"
+            )
+            self.settings = dataclasses.replace(self.settings, admission="none")
+            run, size_tokens = self._with_cache(reuse)
+        if size_tokens >= reuse.unique_tokens:
+            self._notes.append("nothing that these requests use was evicted: more memory changes nothing")
+        return run, size_tokens
+
+    def _with_cache(self, reuse: ReuseReport) -> tuple[_Columns, int]:
         question = self._question
-        reuse = reuse_of(self._trace, question.block_tokens)
+        if not question.num_prefill:  # what the steps of others take of the rest differs: found below
+            self._costs = msgspec.structs.replace(self._costs, first_token_s=0.0)
         endless = self.most_tokens = max(8 * question.block_tokens, 2 * reuse.unique_tokens)
         # One cache that has this hit rate; several hold some blocks twice, and a run evicts a little earlier.
         enough = [one.size_tokens for one in reuse.curve if one.hit_rate >= self._hit_rate]
@@ -374,7 +400,7 @@ class _Model:
         low, high = size_tokens // 4, min(endless, 16 * size_tokens)
         found: tuple[float, int, _Columns] | None = None
         for _ in range(MOST_FITS):
-            run = self.run(self.spec(size_tokens), question.settings)
+            run = self.run(self.spec(size_tokens), self.settings)
             error = run.figures(self._is_asked, 1.0).hit_rate - self._hit_rate
             if found is None or abs(error) < abs(found[0]):
                 found = (error, size_tokens, run)
@@ -383,14 +409,12 @@ class _Model:
             low, high = (low, size_tokens) if error > 0 else (size_tokens, high)
             size_tokens = max(1, round((max(1, low) * high) ** 0.5))
         assert found is not None
-        if not question.num_prefill:
-            late_s = self._measured_ttft_s - found[2].ttft_s
-            first_token_s = max(0.0, float(np.nanquantile(late_s, _LEAST_WAITING)))
-            self._costs = msgspec.structs.replace(self._costs, first_token_s=first_token_s)
-            found = (found[0], found[1], self.run(self.spec(found[1]), question.settings))
-        if found[1] >= reuse.unique_tokens:
-            self._notes.append("nothing that these requests use was evicted: more memory changes nothing")
-        return found[2], found[1]
+        late_s = self._measured_ttft_s - found[2].ttft_s
+        if question.num_prefill or np.isnan(late_s).all():
+            return found[2], found[1]
+        first_token_s = max(0.0, float(np.nanquantile(late_s, _LEAST_WAITING)))
+        self._costs = msgspec.structs.replace(self._costs, first_token_s=first_token_s)
+        return self.run(self.spec(found[1]), self.settings), found[1]
 
 
 def most_in_progress(rows: Sequence[RecordedRequest], block_tokens: int, limit: int = 0) -> int:
@@ -644,7 +668,8 @@ def _effects(
     spans: Sequence[float],
     figures: Sequence[LoadFigures],
 ) -> dict[str, Effect]:
-    """Effects with their intervals: the same slices of time are drawn for both runs."""
+    """Effects with their intervals, of all figures that have one: the same slices of time are drawn for both
+    runs."""
     slices = np.array_split(asked, min(NUM_SLICES, len(asked)))
     random = np.random.default_rng(0)
     drawn: dict[str, list[float]] = {name: [] for name in _FIGURES}
@@ -652,19 +677,24 @@ def _effects(
         chosen = np.concatenate([slices[one] for one in random.integers(len(slices), size=len(slices))])
         pair = [run.figures(chosen, span_s) for run, span_s in zip((now, later), spans, strict=True)]
         for name, get in _FIGURES.items():
-            drawn[name].append(_relation(name, get(pair[0]), get(pair[1])))
+            if (one := _relation(name, get(pair[0]), get(pair[1]))) is not None:
+                drawn[name].append(one)
     found = {}
     for name, get in _FIGURES.items():
-        low, high = np.quantile(drawn[name], INTERVAL)
         value = _relation(name, get(figures[0]), get(figures[1]))
+        if value is None:
+            continue
+        low, high = np.quantile(drawn[name] or [value], INTERVAL)
         found[name] = Effect(value, min(float(low), value), max(float(high), value))
     return found
 
 
-def _relation(name: str, before: float, after: float) -> float:
+def _relation(name: str, before: float, after: float) -> float | None:
+    """None: there is nothing to divide by."""
     if name in _DIFFERENCES:
         return after - before
-    return after / before - 1 if before else 0.0
+    # A latency of 0 is that of no request; no good request after a change is a fact.
+    return after / before - 1 if before and (after or name == "goodput_per_s") else None
 
 
 def _applied(name: str, measured: float, effect: float) -> float:

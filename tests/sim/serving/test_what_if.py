@@ -261,6 +261,25 @@ def test_admission_is_the_live_conductor_s() -> None:
     assert not any("admission" in one for one in without.notes)
 
 
+@pytest.mark.parametrize("num_prefill", [1, 0])
+def test_a_rule_that_rejects_what_it_has_admitted_is_left_out(num_prefill: int) -> None:
+    """All of these were admitted, so the rule does not see in the simulation what it saw in the cluster."""
+    live = dataclasses.replace(SETTINGS, admission="predicted", slo_ttft_s=0.001, audit_share=0.0)
+    found = ask(Change(decode=1), settings=live, num_prefill=num_prefill)
+    without = ask(Change(decode=1), num_prefill=num_prefill)
+    assert found.effect == without.effect and found.effect["e2e_mean_s"].value < -0.1
+    (note,) = [one for one in found.notes if "both simulations admit all requests" in one]
+    assert note.startswith("admission by 'predicted' would reject 400 of the 400 requests")
+
+
+def test_a_figure_with_nothing_to_divide_by_has_no_effect() -> None:
+    found = ask(Change(decode=1), slo_ttft_s=1e-9)
+    assert found.measured.goodput_per_s == found.baseline.goodput_per_s == 0.0
+    for figures in (found.effect, found.expected, found.model_error):
+        assert "goodput_per_s" not in figures and "e2e_mean_s" in figures
+    assert any("no effect is stated on goodput_per_s" in note for note in found.notes)
+
+
 def test_objectives_of_the_goodput_are_not_those_of_admission() -> None:
     strict = ask(Change(), slo_ttft_s=0.001)
     assert strict.baseline.num_done == len(ROWS), "nothing is rejected for the objectives of the question"
