@@ -109,6 +109,18 @@ def record_level(call: ast.Call) -> str:
     return "info"
 
 
+def fields_of(word: ast.keyword) -> Iterator[str]:
+    """The field of an argument; of a ``**`` argument those of the dictionaries that are written there."""
+    if word.arg:
+        yield word.arg
+        return
+    for node in ast.walk(word.value):
+        if isinstance(node, ast.Dict):
+            for key in node.keys:
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value
+
+
 def event_names_in(tree: ast.AST, forwarders: Mapping[str, int]) -> Iterator[ast.expr]:
     for _, name, _, _ in event_calls_in(tree, forwarders):
         yield name
@@ -122,7 +134,7 @@ def event_calls_in(
         if not isinstance(call, ast.Call) or not call.args:
             continue
         name, owner, given = called_name(call), owner_of(call), call.args[0]
-        fields = [word.arg for word in call.keywords if word.arg]
+        fields = [field for word in call.keywords for field in fields_of(word)]
         if is_logging(call):
             yield call, given, {"exception": "error"}.get(name, name), fields
         elif name in EVENT_RECORDS:

@@ -74,7 +74,7 @@ def record_answer(
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=cached,
         output_tokens=usage.completion_tokens,
-        ttft_ms=None if timing.ttft_s is None else round(timing.ttft_s * 1000, 1),
+        **({} if timing.ttft_s is None else {"ttft_ms": round(timing.ttft_s * 1000, 1)}),
         e2e_ms=round(timing.e2e_s * 1000, 1),
     )
     if timing.ttft_s is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -31,13 +32,19 @@ def outcomes() -> dict[str, float]:
     }
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    (record,) = [one for one in caplog.records if one.getMessage() == "request_completed"]
+    fields: dict[str, Any] = record.__dict__["fields"]
+    return fields
+
+
 def test_tokens_are_counted_by_kind_and_the_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     before, answers = tokens(), value("vllm:e2e_request_latency_seconds_count")
     with caplog.at_level(logging.INFO, "mooncake.gateway.metrics"):
         record_answer("cmpl-1", Route("p:1", "d:1"), Usage.of(100, 7, 64), TIMING, Slo())
     assert [after - was for after, was in zip(tokens(), before, strict=True)] == [100, 64, 7]
     assert value("vllm:e2e_request_latency_seconds_count") == answers + 1
-    assert "request_completed" in caplog.text
+    assert logged(caplog)["ttft_ms"] == 200.0
 
 
 def test_usage_without_details_has_nothing_cached() -> None:
@@ -70,4 +77,5 @@ def test_an_answer_that_came_whole_meets_and_misses_no_slo(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, "mooncake.gateway.metrics"):
         record_answer("cmpl-4", Route(None, "d:1"), Usage.of(1, 1, 0), Timing(None, 0.0, 30.0), slo)
     assert outcomes() == before
-    assert "request_completed" in caplog.text
+    fields = logged(caplog)
+    assert "ttft_ms" not in fields and fields["e2e_ms"] == 30_000.0
