@@ -310,6 +310,8 @@ class ActualTimes(msgspec.Struct):
     is_complete: bool = False
     stages: list[StageStats] = []
     "The part of each stage, if a prefill group computed the prompt."
+    e2e_s: float = 0.0
+    "Time from the placement to the end; known of answers that came whole, too."
 
 
 class Explanation(msgspec.Struct):
@@ -419,6 +421,7 @@ class Explainer:
         if record is None:
             return
         record.finished_at = now
+        record.actual.e2e_s = now - record.placed_at
         record.prompt.written_at = record.prompt.written_at or now
         record.actual.ttft_s, record.actual.tbt_s = event.ttft_s, event.tbt_s
         record.actual.output_tokens, record.actual.is_complete = event.num_output_tokens, event.is_complete

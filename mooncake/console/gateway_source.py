@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mooncake import clock
+from mooncake.conductor.explanation import ActualTimes
 from mooncake.console.access import Visitor
 from mooncake.console.endpoint_answers import listed_requests
 from mooncake.console.recorder import BoundedCache
@@ -204,7 +205,6 @@ class GatewaySource:
         if one is None:
             return None
         actual = one.actual
-        gaps = max(0, actual.output_tokens - 1)
         found: dict[str, Any] = {
             "state": one.state,
             "start": round(clock.wall() - one.seconds_ago, 3),
@@ -212,7 +212,7 @@ class GatewaySource:
             "cached_tokens": actual.cached_tokens + actual.loaded_tokens,
             "output_tokens": actual.output_tokens,
             "ttft_s": actual.ttft_s or None,
-            "latency_s": (actual.ttft_s + actual.tbt_s * gaps) or None,
+            "latency_s": _latency_s(actual),
             "prefill": one.prefill,
             "decode": one.decode,
             "prefill_s": actual.prefill_s,
@@ -231,6 +231,13 @@ class GatewaySource:
             if row is not None and row.get("prefill_s"):
                 found.append((int(row["computed_tokens"]), float(row["prefill_s"])))
         return found
+
+
+def _latency_s(actual: ActualTimes) -> float | None:
+    """The time of an answer; of one that came whole, whose first token was not seen, since its placement."""
+    if actual.ttft_s:
+        return actual.ttft_s + actual.tbt_s * max(0, actual.output_tokens - 1)
+    return (actual.e2e_s or None) if actual.is_complete else None
 
 
 def _headers_of(visitor: Visitor) -> dict[str, str]:

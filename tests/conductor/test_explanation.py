@@ -72,6 +72,7 @@ def test_candidates_prediction_and_measurements() -> None:
     found = explained(explainer)
     assert found.state == "finished"
     assert (found.actual.queue_s, found.actual.ttft_s, found.actual.tbt_s) == (0.2, 0.6, 0.03)
+    assert found.actual.e2e_s == 2.0
     assert msgspec.json.decode(msgspec.json.encode(found), type=Explanation) == found
 
 
