@@ -28,11 +28,14 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 UNKNOWN_CHARS = 256
 """Most characters that a token for an unknown word is assumed to represent."""
 
-CONTEXT_TOKENS = 5
-"""Tokens of a prompt that its answer is decoded with: enough for the bytes of a character and one before."""
+CONTEXT_TOKENS = 7
+"""Tokens of a prompt that its answer is decoded with: a character of four bytes, and half of another one."""
 
 MAX_UNREAD_TOKENS = 32
 """Tokens behind the last whole character beyond which replacements are emitted as text."""
+
+MAX_CUT_TOKENS = 256
+"""The same where this cuts a character, because every token has parts of two."""
 
 _MARKED_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabularies of SentencePiece."""
@@ -191,36 +194,50 @@ class Detokenizer:
         """Until the first text is returned: text of the window with the tokens of ``before`` alone."""
         for token_id in before[_first_whole(decode, before) :]:
             self.feed(token_id)
-        self._text_before = decode(self._window)
+        if self._window:
+            self._text_before = self._text(len(self._window))
 
     def feed(self, token_id: int) -> str:
         """The text that ``token_id`` completes: often a word, sometimes empty."""
         self._window.append(token_id)
-        text = self._decode(self._window)
+        text = self._text(len(self._window))
+        num_unread = len(self._window) - self._num_read
         if text == self._read_text:
             # It has no text, as special tokens, whose number would make each later token slow; or it is a
-            # space at the beginning, which the next token shows.
-            if text or not self._decode([token_id, token_id]):
+            # space at the beginning or the end, which the next token shows.
+            if num_unread > MAX_CUT_TOKENS or not self._decode([token_id, token_id]):
                 self._window.pop()
             return ""
         num_held = 0
         if text.endswith(REPLACEMENT):
-            if len(self._window) - self._num_read <= MAX_UNREAD_TOKENS:
+            if num_unread <= MAX_UNREAD_TOKENS:
                 return ""
             num_held = self._num_to_hold(text)
-        return self._emitted(num_held)
+            if not num_held and num_unread <= MAX_CUT_TOKENS:
+                return ""
+        return self._emitted(text, num_held)
 
     def finish(self) -> str:
         """The remaining text at the end; bytes of an incomplete character appear as replacements."""
-        text = self._fresh(self._decode(self._window))
+        text = self._fresh(self._text(len(self._window)))
         self._window, self._num_read = [], 0
         self._read_text = self._text_before = ""
         return text
 
-    def _emitted(self, num_held: int) -> str:
-        """The new text of the window without its last tokens, which are held back for the next ones."""
+    def _text(self, end: int) -> str:
+        """Text of the window up to ``end``, which begins with the text that has been emitted.
+
+        Some decoders replace all bytes in a row where one of them is wrong, those of earlier characters, too.
+        """
+        text = self._decode(self._window[:end])
+        if not text.startswith(self._read_text):
+            text = self._read_text + self._decode(self._window[self._num_read : end])
+        return text
+
+    def _emitted(self, text: str, num_held: int) -> str:
+        """What is new in ``text``, that of the window, without its last tokens, which the next ones need."""
         end = len(self._window) - num_held
-        fresh = self._fresh(self._decode(self._window[:end]))
+        fresh = self._fresh(self._text(end) if num_held else text)
         self._window, self._num_read = self._window[self._num_read :], end - self._num_read
         self._read_text = self._decode(self._window[: self._num_read])
         self._text_before = ""
@@ -241,9 +258,9 @@ class Detokenizer:
         A character has at most four bytes, so at least the last three. With more of them than one character
         has, others are not cut in two: the parts are decoded as they are together.
         """
-        window, decode = self._window, self._decode
         for number in range(3, 7):
-            if decode(window[:-number]) + decode(window[-number:]) == text:
+            end = len(self._window) - number
+            if self._text(end) + self._decode(self._window[end:]) == text:
                 return number
         return 0
 

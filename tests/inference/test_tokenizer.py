@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -12,6 +13,7 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from mooncake.errors import InvalidArgument, ModelError
 from mooncake.inference.tokenizer import (
@@ -34,7 +36,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     merges = [("h", "e"), ("l", "l"), ("Ġ", "w")]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.decoder = decoders.ByteLevel()
     make: Any = transformers.PreTrainedTokenizerFast
     fast = make(tokenizer_object=backend, eos_token="<end>")
     fast.chat_template = TEMPLATE
@@ -97,7 +99,6 @@ def marked_tokenizer(folder: Path, *pieces: str) -> Tokenizer:
     vocabulary = {piece: number for number, piece in enumerate(("<unk>", *pieces))}
     model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
-    decoders = tokenizers.decoders
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -142,15 +143,127 @@ def test_an_answer_begins_behind_the_last_character_of_its_prompt(tmp_path: Path
     assert pieces([is_, *face, 2], [is_]) == [" is", ""], "the byte without a character is the prompt's"
 
 
-CONTINUED = st.text(st.sampled_from("a é😀" + REPLACEMENT), min_size=1, max_size=8)
+CHARACTERS = "a é日😀"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-@given(prompt=CONTINUED, answer=CONTINUED)
+@pytest.fixture(scope="module")
+def with_byte_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer of bytes and a few others, which replaces all bytes in a row where one of them is wrong."""
+    return marked_tokenizer(tmp_path_factory.mktemp("tokenizer"), *BYTES, "a", "▁", "▁is")
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of ``text``, which are bytes where no token has a character."""
+    with_spaces = {tokenizer.token_bytes(token): token for token in range(1, 259)}
+    if tokenizer.token_bytes(1) != b"\0":
+        return tokenizer.encode(text)
+    characters = (
+        [one.encode()] if one.encode() in with_spaces else [bytes([byte]) for byte in one.encode()]
+        for one in text
+    )
+    return [with_spaces[part] for parts in characters for part in parts]
+
+
+@pytest.mark.parametrize("of", ["tokenizer", "with_byte_tokens"])
+@given(
+    prompt=st.text(st.sampled_from(CHARACTERS + REPLACEMENT), min_size=1, max_size=8),
+    answer=st.text(st.sampled_from(CHARACTERS + REPLACEMENT), min_size=1, max_size=8),
+)
 @settings(max_examples=200, deadline=None)
-def test_an_answer_has_nothing_of_its_prompt(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
-    detokenizer = Detokenizer(tokenizer.decode, before=tokenizer.encode(prompt)[-CONTEXT_TOKENS:])
-    pieces = [detokenizer.feed(token) for token in tokenizer.encode(answer)]
+def test_an_answer_has_nothing_of_its_prompt(
+    tokenizer: Tokenizer, with_byte_tokens: Tokenizer, of: str, prompt: str, answer: str
+) -> None:
+    one = tokenizer
+    if of == "with_byte_tokens":  # in whose texts bytes of a replacement can't be told from wrong ones
+        one, prompt = with_byte_tokens, prompt.replace(REPLACEMENT, "é")
+    detokenizer = Detokenizer(one.decode, before=tokens_of(one, "a" + prompt)[-CONTEXT_TOKENS:])
+    pieces = [detokenizer.feed(token) for token in tokens_of(one, answer)]
     assert "".join(pieces) + detokenizer.finish() == answer
+
+
+@pytest.mark.parametrize("of", ["tokenizer", "with_byte_tokens"])
+@given(text=st.text(st.sampled_from(CHARACTERS), min_size=1, max_size=8), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_an_answer_has_the_character_that_its_prompt_begins(
+    tokenizer: Tokenizer, with_byte_tokens: Tokenizer, of: str, text: str, data: st.DataObject
+) -> None:
+    one = tokenizer if of == "tokenizer" else with_byte_tokens
+    ids = tokens_of(one, "a" + text)
+    cut = data.draw(st.integers(1, len(ids) - 1))
+    detokenizer = Detokenizer(one.decode, before=ids[max(0, cut - CONTEXT_TOKENS) : cut])
+    pieces = [detokenizer.feed(token) for token in ids[cut:]]
+    prompt = b"".join(map(one.token_bytes, ids[:cut])).decode(errors="ignore")
+    assert "".join(pieces) + detokenizer.finish() == ("a" + text)[len(prompt) :]
+
+
+def test_a_wrong_byte_replaces_no_character_that_was_emitted(with_byte_tokens: Tokenizer) -> None:
+    smile, is_ = [1 + byte for byte in "😀".encode()], 259
+    for before in ([], [257]):
+        wrong = Detokenizer(with_byte_tokens.decode, before)
+        pieces = [wrong.feed(token) for token in (*smile, 1 + 0xFF, is_, is_)]
+        assert pieces == ["", "", "", "😀", "", REPLACEMENT + " is", " is"]
+        cut = Detokenizer(with_byte_tokens.decode, before)
+        assert "".join(map(cut.feed, [*smile, *smile[:2]])) + cut.finish() == "😀" + 2 * REPLACEMENT
+    behind = Detokenizer(with_byte_tokens.decode, smile)
+    assert [behind.feed(token) for token in (1 + 0xFF, is_)] == ["", REPLACEMENT + " is"]
+
+
+@pytest.mark.parametrize(
+    "parts", [[b"\xc3", b"\xa9\xc3", b"\xa9"], [b"\xf0\x9f", b"\x98\x80\xf0\x9f", b"\x98\x80"]]
+)
+def test_characters_that_every_token_cuts_are_whole(parts: list[bytes]) -> None:
+    detokenizer = Detokenizer(lambda ids: b"".join(parts[token] for token in ids).decode(errors="replace"))
+    text = "".join(map(detokenizer.feed, [0, *[1] * 200, 2])) + detokenizer.finish()
+    assert text == (parts[0] + parts[2]).decode() * 201
+
+
+@pytest.mark.parametrize(
+    ("pieces", "decoder"),
+    [
+        (
+            ["a", " ", "b"],
+            decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        ),
+        (["a", "</w>", "b"], decoders.BPEDecoder()),
+    ],
+)
+def test_a_space_that_only_the_next_token_shows_is_kept(pieces: list[str], decoder: Any) -> None:
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({piece: at for at, piece in enumerate(pieces)})
+    )
+    backend.decoder = decoder
+    detokenizer = Detokenizer(lambda ids: str(backend.decode(list(ids))))
+    assert [detokenizer.feed(token) for token in (0, 1, 2)] == ["a", "", " b"]
+
+
+def test_a_token_that_a_decoder_shows_once_does_not_make_later_ones_slow() -> None:
+    num_decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return "".join(chr(token) for token, _ in itertools.groupby(token_ids))
+
+    detokenizer = Detokenizer(decode)
+    assert "".join(map(detokenizer.feed, [97] * 3000)) == "a"
+    assert num_decoded < 3000 * 300
+    assert detokenizer.feed(98) == "b"
+
+
+def test_a_token_is_decoded_twice(tokenizer: Tokenizer) -> None:
+    """This is the work for each token of each answer, on the event loop."""
+    num_calls = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        return tokenizer.decode(token_ids)
+
+    detokenizer = Detokenizer(decode)
+    num_calls = 0
+    assert "".join(map(detokenizer.feed, tokenizer.encode("abc" * 10))) == "abc" * 10
+    assert num_calls == 2 * 30
 
 
 @pytest.mark.parametrize("before", ["", "a"])
@@ -184,7 +297,7 @@ def test_a_space_at_the_beginning_of_a_text_is_kept(tmp_path: Path) -> None:
 
 def test_bytes_of_tokens_of_other_tokenizers_are_their_text(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
-    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.decoder = decoders.WordPiece()
     make: Any = transformers.PreTrainedTokenizerFast
     make(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(tmp_path)
     assert Tokenizer(tmp_path).token_bytes(1) == b"word"
