@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from mooncake.cli.output import wide_console
 from mooncake.cli.simulation.report import PlainTable
@@ -25,8 +26,10 @@ from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.engine_run import (
     LONGEST_TOKEN_S,
     TIME_UNITS,
+    EngineFit,
     EngineRun,
     EngineTimes,
+    PredictionError,
     fit_engine,
     fitted_share,
     graded,
@@ -172,6 +175,7 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
     }
     is_graded = has_times & ~is_known
     errors = {name: graded(ours[is_graded], theirs[is_graded]) for name, (ours, theirs) in times.items()}
+    late, late_caption = _from_arrival_time(run, predicted, is_known, is_graded)
     document = {
         "run": run.name,
         "num_fitted": int(is_known.sum()),
@@ -185,13 +189,9 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
         "limits": msgspec.to_builtins(fit.limits),
         "default_limits": list(run.default_limits),
         "span_s": run.span_s,
-        "errors": {
-            name: {
-                statistic: {"measured_s": one.measured, "predicted_s": one.predicted, "error": one.relative}
-                for statistic, one in found.items()
-            }
-            for name, found in errors.items()
-        },
+        "arrival": run.arrival,
+        "errors": _errors_of(errors),
+        "errors_from_arrival_time": _errors_of(late),
         "requests": _requests_of(run, predicted, is_known),
     }
     rows: list[tuple[str, ...]] = [
@@ -206,10 +206,44 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
     ]
     caption = (
         f"{is_graded.sum()} requests, none of which the fit has seen; fitted on {is_known.sum()}. "
-        f"KV memory limit: {fit.limits.kv_tokens or 'none reached'}. {_limits_of(run)}{_oddities_of(run)}"
+        f"{_memory_of(run, fit)} {_limits_of(run)} TTFT and latency count "
+        f"from {run.arrival}.{late_caption}{_oddities_of(run)}"
     )
     headings = ("", "measured ms", "predicted ms", "error")
     return document, [PlainTable(run.name, headings, rows, caption)]
+
+
+def _errors_of(errors: dict[str, dict[str, PredictionError]]) -> dict[str, Any]:
+    return {
+        name: {
+            statistic: {"measured_s": one.measured, "predicted_s": one.predicted, "error": one.relative}
+            for statistic, one in found.items()
+        }
+        for name, found in errors.items()
+    }
+
+
+def _from_arrival_time(
+    run: EngineRun, predicted: EngineTimes, is_known: NDArray[np.bool_], is_graded: NDArray[np.bool_]
+) -> tuple[dict[str, dict[str, PredictionError]], str]:
+    """Errors of TTFT and latency that count from the request's arrival at the server, and what the caption
+    says of them. The time before the engine's queue is predicted as the mean of that of fitted requests."""
+    delay_s = np.full(len(run.load.ids), np.nan) if run.delay_s is None else run.delay_s
+    if np.isnan(delay_s[is_known]).all():
+        return {}, ""
+    mean_s = float(np.nanmean(delay_s[is_known]))
+    errors = {
+        name: graded(getattr(predicted, f"{name}_s")(run.load)[is_graded] + mean_s, measured_s[is_graded])
+        for name in MEASURES
+        if name != "tpot"
+        for measured_s in [getattr(run.measured, f"{name}_s")(run.load) + delay_s]
+    }
+    if not errors["ttft"]:
+        return {}, ""
+    return errors, (
+        f" arrival_time is {mean_s * 1000:,.1f} ms earlier in the mean (beyond the smallest difference); "
+        f"from there, the error of the mean TTFT is {errors['ttft']['mean'].relative:+.1%}."
+    )
 
 
 def _limits_of(run: EngineRun) -> str:
@@ -219,6 +253,12 @@ def _limits_of(run: EngineRun) -> str:
         for name in ("max_num_seqs", "max_num_batched_tokens")
     )
     return f"Limits: {', '.join(named)}."
+
+
+def _memory_of(run: EngineRun, fit: EngineFit) -> str:
+    if run.limits.kv_tokens:
+        return f"KV memory limit: {run.limits.kv_tokens} tokens, as stated."
+    return f"KV memory limit: {fit.limits.kv_tokens or 'none reached'}."
 
 
 def _oddities_of(run: EngineRun) -> str:
@@ -238,7 +278,7 @@ def _oddities_of(run: EngineRun) -> str:
     elif token_s > LONG_TOKEN_S:
         found.append(f"A token takes {token_s:,.1f} s: are the run's times in seconds?")
     if run.num_left_out:
-        found.append(f"{run.num_left_out} requests of the file had no answer and are left out.")
+        found.append(f"{run.num_left_out} requests of the file had no answer or no time and are left out.")
     if run.num_repeated:
         found.append(f"{run.num_repeated} lines repeat an earlier one word for word and are left out.")
     if run.num_shared_ids:

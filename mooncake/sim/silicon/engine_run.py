@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     kv_tokens: int = 0
-    "Tokens of KV that fit; 0: no limit was ever reached."
+    "Tokens of KV that fit; 0: not known, or no limit was ever reached."
     num_engines: int = 1
     "Engines that share the requests (data parallel)."
     is_lockstep: bool = False
@@ -114,13 +114,18 @@ class EngineRun(msgspec.Struct, frozen=True):
     limits: EngineLimits
 
     num_left_out: int = 0
-    "Requests of the file without an answer: refused or aborted."
+    "Requests of the file without an answer or without any time: refused, failed or aborted."
     default_limits: tuple[str, ...] = ()
     "Limits that the run does not state: the engine's own defaults stand for them."
     num_repeated: int = 0
     "Lines of the file that an earlier line says word for word: the same request, which is read once."
     time_unit: str = "s"
     "One of ``TIME_UNITS``: that of the file's times, by what a token takes; here, all are in seconds."
+    arrival: str = "queued_ts"
+    "The file's field from which TTFT and latency count."
+    delay_s: Floats | None = None
+    """From ``arrival_time`` to ``queued_ts``, of shape (n,), beyond the smallest such difference (the fields
+    may be of two clocks); NaN: one is unknown. None: no request has both, or ``arrival`` is the former."""
 
     @property
     def has_times(self) -> NDArray[np.bool_]:
@@ -150,11 +155,13 @@ class EngineRun(msgspec.Struct, frozen=True):
         """Raises InvalidArgument: a file is missing, or not of this form; it names the line and the field."""
         files = [place / name for place in (folder, folder / "vllm") for name in REQUESTS_NAMES]
         file = next((file for file in files if file.is_file()), files[0])
-        lines = _text(folder, file).splitlines()
+        lines = _text(folder, file).split("\n")  # JSON may have other ends of lines within a text
         found = [(number, _row(folder, number, line)) for number, line in enumerate(lines, 1) if line.strip()]
         num_lines = len(found)
         found = list({repr(row): (number, row) for number, row in reversed(found)}.values())[::-1]
         answered = [(number, row) for number, row in found if row.output_toks]
+        _clear_unknown([row for _, row in answered])
+        answered = [(number, row) for number, row in answered if row.has_a_time]
         arrival = _clock_of_arrivals([row for _, row in answered])
         for number, row in answered:
             _check_times(folder, number, row, arrival)
@@ -176,7 +183,18 @@ class EngineRun(msgspec.Struct, frozen=True):
         name = meta.model or folder.name
         limits, defaults = _limits(meta)
         num_repeated, num_left_out = num_lines - len(found), len(found) - len(rows)
-        run = cls(name, load, EngineTimes(*times), limits, num_left_out, defaults, num_repeated)
+        delay_s = np.array([row.delay_s for row in rows])
+        run = cls(
+            name,
+            load,
+            EngineTimes(*times),
+            limits,
+            num_left_out,
+            defaults,
+            num_repeated,
+            arrival=arrival,
+            delay_s=None if arrival == "arrival_time" or np.isnan(delay_s).all() else delay_s,
+        )
         return run._in_seconds()
 
     def _in_seconds(self) -> Self:
@@ -193,10 +211,13 @@ class EngineRun(msgspec.Struct, frozen=True):
             load=msgspec.structs.replace(self.load, queued_s=queued_s),
             measured=EngineTimes(first_s, last_s),
             time_unit=TIME_UNITS[place],
+            delay_s=None if self.delay_s is None else self.delay_s / 1000**place,
         )
 
 
 REQUESTS_NAMES = ("requests.jsonl", "requests.jsonl.gz")
+ARRIVALS = ("queued_ts", "arrival_time")
+"""When a request came to the engine's scheduler, and when to the server."""
 
 Tokens = Annotated[int, Meta(ge=0, le=100_000_000)]
 Limit = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -213,21 +234,65 @@ class _Row(msgspec.Struct):
     last_token_ts: float | None = None
     arrived_at: float = 0.0
     "One of the two arrivals."
+    delay_s: float = math.nan
+    "As ``EngineRun.delay_s``."
+
+    @property
+    def token_times(self) -> list[float]:
+        return [at for at in (self.first_token_ts, self.last_token_ts) if at is not None]
+
+    @property
+    def has_a_time(self) -> bool:
+        arrivals = (self.queued_ts, self.arrival_time)
+        return bool(self.token_times) or any(at is not None for at in arrivals)
 
 
 class _Arguments(msgspec.Struct):
-    """What of the engine's arguments its scheduler goes by; None: its default."""
+    """What of the engine's arguments its scheduler goes by; None: not stated."""
 
     max_num_seqs: Limit | None = None
     max_num_batched_tokens: Limit | None = None
     data_parallel_size: Limit | None = None
     enable_expert_parallel: bool | None = None
+    kv_cache_size_tokens: Limit | None = None
+    "Of one engine. Only a resolved configuration has it."
+
+
+_SECTIONS = {
+    "scheduler_config": ("max_num_seqs", "max_num_batched_tokens"),
+    "parallel_config": ("data_parallel_size", "enable_expert_parallel"),
+    "cache_config": ("kv_cache_size_tokens",),
+}
+"""Where the configuration that vLLM made of its arguments has them."""
 
 
 class _Meta(msgspec.Struct):
     model: str | None = None
     engine_kwargs: _Arguments | None = None
     engine_args: _Arguments | None = None
+    resolved_config: Any = None
+    "With any fields: those of vLLM's own configuration, which change with its versions."
+
+    def stated(self, name: str) -> int | None:
+        """An argument's value by the first place that has it: as the engine ran, else as it was started."""
+        places = (self._resolved(), self.engine_kwargs, self.engine_args)
+        values = (getattr(place, name) for place in places if place is not None)
+        return next((value for value in values if value is not None), None)
+
+    def _resolved(self) -> _Arguments | None:
+        sections = self.resolved_config if isinstance(self.resolved_config, dict) else {}
+        fields = {
+            name: section[name]
+            for key, names in _SECTIONS.items()
+            for section in [sections.get(key)]
+            if isinstance(section, dict)
+            for name in names
+            if isinstance(section.get(name), int)  # the recorder writes a tag of what it cannot write
+        }
+        try:
+            return msgspec.convert(fields, _Arguments)
+        except msgspec.ValidationError:
+            return None
 
 
 def _text(folder: Path, file: Path) -> str:
@@ -254,35 +319,56 @@ def _row(folder: Path, number: int, line: str) -> _Row:
     return row
 
 
+def _clear_unknown(rows: Sequence[_Row]) -> None:
+    """Set times that are NaN, 0 or less to None: writers have 0 where a time was never taken.
+
+    An arrival of 0 stays where its clock begins with the run: no more time is before the first of the other
+    times than between the first and the last of them.
+    """
+    for name in ("first_token_ts", "last_token_ts", "queued_ts", "arrival_time"):
+        later = [
+            at
+            for row in rows
+            for at in (getattr(row, name), *([] if getattr(row, name) else row.token_times))
+            if at is not None and 0 < at < math.inf
+        ]
+        is_clock_new = name in ARRIVALS and bool(later) and min(later) <= max(later) - min(later)
+        for row in rows:
+            at = getattr(row, name)
+            if at is None or at > 0 or (at == 0 and is_clock_new and row.token_times):
+                continue
+            setattr(row, name, None)
+
+
 def _clock_of_arrivals(rows: Sequence[_Row]) -> str:
     """The field that has the arrivals of all requests on the clock of their tokens.
 
-    ``queued_ts`` where every request has it; else ``arrival_time``, if no token came before it. Else that
-    is another clock (the time of day), and what ``queued_ts`` lacks is filled in from it by the smallest
-    difference of requests that have both.
+    ``queued_ts`` where every request has it, or none has the other; else ``arrival_time``, if no token came
+    before it. Else that is another clock (the time of day), and what ``queued_ts`` lacks is filled in from it
+    by the smallest difference of requests that have both.
     """
-    if all(row.queued_ts is not None for row in rows):
-        return "queued_ts"
     differences = [
-        row.queued_ts - row.arrival_time
+        math.nan if row.queued_ts is None or row.arrival_time is None else row.queued_ts - row.arrival_time
         for row in rows
-        if row.queued_ts is not None and row.arrival_time is not None
     ]
+    least = min((one for one in differences if math.isfinite(one)), default=math.nan)
+    for row, difference in zip(rows, differences, strict=True):
+        row.delay_s = difference - least
+    if all(row.queued_ts is not None for row in rows) or all(row.arrival_time is None for row in rows):
+        return "queued_ts"
     is_one_clock = all(
-        not at or not at > 0 or row.arrival_time is None or at >= row.arrival_time
-        for row in rows
-        for at in (row.first_token_ts, row.last_token_ts)
+        row.arrival_time is None or at >= row.arrival_time for row in rows for at in row.token_times
     )
-    if is_one_clock or not differences:
+    if is_one_clock or math.isnan(least):
         return "arrival_time"
     for row in rows:
         if row.queued_ts is None and row.arrival_time is not None:
-            row.queued_ts = row.arrival_time + min(differences)
+            row.queued_ts = row.arrival_time + least
     return "queued_ts"
 
 
 def _check_times(folder: Path, number: int, row: _Row, arrival: str) -> None:
-    """Set the request's arrival, and check its times against it; a time of NaN, 0 or less is unknown."""
+    """Set the request's arrival, and check its times against it."""
 
     def damaged(problem: str) -> InvalidArgument:
         return _damaged(folder, f"requests.jsonl, line {number}", problem)
@@ -293,8 +379,7 @@ def _check_times(folder: Path, number: int, row: _Row, arrival: str) -> None:
     earliest = row.arrived_at = arrived_at
     for name in ("first_token_ts", "last_token_ts"):
         at: float | None = getattr(row, name)
-        if at is None or not at > 0:
-            setattr(row, name, None)
+        if at is None:
             continue
         if at < earliest or at == math.inf:
             raise damaged(f"{name} {at} is before {earliest}" if at < earliest else f"{name} is {at}")
@@ -322,16 +407,16 @@ def _damaged(folder: Path, place: str, problem: str) -> InvalidArgument:
 
 def _limits(meta: _Meta) -> tuple[EngineLimits, tuple[str, ...]]:
     """Limits, and names of those that the run does not state: the engine's own defaults stand for them."""
-    arguments, default = meta.engine_kwargs or meta.engine_args or _Arguments(), EngineLimits()
+    default, num_engines = EngineLimits(), meta.stated("data_parallel_size") or 1
     limits = EngineLimits(
-        arguments.max_num_seqs or default.max_num_seqs,
-        arguments.max_num_batched_tokens or default.max_num_batched_tokens,
-        0,
-        arguments.data_parallel_size or 1,
-        bool(arguments.enable_expert_parallel) and (arguments.data_parallel_size or 1) > 1,
+        meta.stated("max_num_seqs") or default.max_num_seqs,
+        meta.stated("max_num_batched_tokens") or default.max_num_batched_tokens,
+        meta.stated("kv_cache_size_tokens") or 0,
+        num_engines,
+        bool(meta.stated("enable_expert_parallel")) and num_engines > 1,
     )
     names = ("max_num_seqs", "max_num_batched_tokens")
-    return limits, tuple(name for name in names if getattr(arguments, name) is None)
+    return limits, tuple(name for name in names if meta.stated(name) is None)
 
 
 # --- the engine
@@ -556,7 +641,7 @@ class EngineFit(msgspec.Struct, frozen=True):
 
 def fit_engine(run: EngineRun, is_known: NDArray[np.bool_]) -> EngineFit:
     """Fit to the requests in ``is_known``, shape (n,), of which the measured times are used; of the others
-    only arrival and lengths are.
+    only arrival and lengths are. A memory limit that the run states is taken as it is.
 
     Raises:
         InvalidArgument: fewer than eight of them have times.
@@ -565,6 +650,8 @@ def fit_engine(run: EngineRun, is_known: NDArray[np.bool_]) -> EngineFit:
     if is_known.sum() < 2 * (NUM_TERMS - 3):
         raise InvalidArgument("requests", int(is_known.sum()), "at least 8 requests with measured times")
     unlimited = _fit(run, run.limits, is_known, _rough(run, is_known), 400)
+    if run.limits.kv_tokens:
+        return unlimited
     best = _best_limit(run, is_known, unlimited)
     # A memory limit shows in nothing but the times. It is accepted where it explains them much better.
     if best.loss > 0.8 * unlimited.loss:

@@ -130,12 +130,47 @@ def test_a_run_with_incomplete_requests_is_graded_on_what_the_fit_has_not_seen(
     for said in (
         "19 requests, none of which the fit has seen; fitted on 18.",
         "Requests without times: 1; --json predicts them. They are not graded.",
-        "2 requests of the file had no answer and are left out.",
+        "2 requests of the file had no answer or no time and are left out.",
+        "TTFT and latency count from queued_ts.",
         "1 lines repeat an earlier one word for word and are left out.",
         "1 requests have the id of another: each is a request of its own.",
         "They are taken as ms.",
     ):
         assert said in printed
+
+
+def test_times_from_the_arrival_at_the_server_are_graded_beside_those_from_the_queue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_at, lines = 0.0, []
+    for number in range(40):
+        at, num_output = 50.0 + number, 5 + number % 7
+        free_at = max(free_at, at) + 0.1 * (num_output + 1)
+        lines.append(
+            {
+                "request_id": str(number),
+                "input_toks": 10,
+                "output_toks": num_output,
+                "arrival_time": 1.7e9 + at - 0.5 * (number > 0),
+                "queued_ts": at,
+                "first_token_ts": free_at - 0.1 * (num_output - 1),
+                "last_token_ts": free_at,
+            }
+        )
+    (tmp_path / "requests.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    limits: dict[str, object] = {"engine_kwargs": {"max_num_seqs": 1}}
+    limits["resolved_config"] = {"cache_config": {"kv_cache_size_tokens": 4096}}
+    (tmp_path / "meta.json").write_text(json.dumps(limits))
+    found = grade(capsys, run_folder=tmp_path)
+    assert found["arrival"] == "queued_ts" and set(found["errors_from_arrival_time"]) == {"ttft", "latency"}
+    for name, later in found["errors_from_arrival_time"].items():
+        sooner = found["errors"][name]["mean"]
+        assert 0.4 < later["mean"]["measured_s"] - sooner["measured_s"] <= 0.5
+        assert abs(later["mean"]["error"]) < 0.1
+    grade_command(tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "count from queued_ts. arrival_time is 4" in printed and "error of the mean TTFT is" in printed
+    assert "KV memory limit: 4096 tokens, as stated." in printed
 
 
 def test_a_table_in_seconds_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,8 +201,10 @@ ROW = {"request_id": "a", "input_toks": 5, "output_toks": 3, "queued_ts": 1.0}
         (json.dumps({**ROW, "output_toks": "many"}), "line 1: .*output_toks"),
         (json.dumps({**ROW, "output_toks": 2.5}), "line 1: .*output_toks"),
         ("[1", "line 1: (?!jSON)"),
-        (json.dumps({**ROW, "queued_ts": None}), "line 1: arrival_time is None"),
-        (json.dumps({**ROW, "queued_ts": float("nan")}), "line 1: queued_ts is nan"),
+        (json.dumps({**ROW, "queued_ts": None}), "a run with requests"),
+        (json.dumps({**ROW, "queued_ts": None, "first_token_ts": 2.0}), "line 1: queued_ts is None"),
+        (json.dumps({**ROW, "queued_ts": -1.0, "first_token_ts": 2.0}), "line 1: queued_ts is None"),
+        (json.dumps({**ROW, "queued_ts": float("inf")}), "line 1: queued_ts is inf"),
         (json.dumps({**ROW, "last_token_ts": float("inf")}), "line 1: last_token_ts is inf"),
         (json.dumps({**ROW, "first_token_ts": 1.0}), "first_token_ts 1.0 is queued_ts, but no token"),
         (json.dumps({**ROW, "last_token_ts": 1.0}), "last_token_ts 1.0 is queued_ts, but no token"),
@@ -313,6 +315,101 @@ def test_arrivals_that_are_not_known_are_those_of_the_time_of_day(tmp_path: Path
     run = EngineRun.read(tmp_path)
     assert run.load.queued_s.tolist() == pytest.approx([0.0, 1.25, 2.0])
     assert run.num_left_out == 2
+
+
+TIMES = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts")
+
+
+@pytest.mark.parametrize("unset", [None, 0.0, -1.0, float("nan")])
+def test_a_request_without_any_time_is_left_out(tmp_path: Path, unset: float | None) -> None:
+    """As LLMServingSim writes a request that failed: it has the tokens that were asked for."""
+    day = 1_777_000_000.0
+    rows: list[dict[str, object]] = [
+        {
+            "request_id": f"bench-{number}",
+            "input_toks": 5,
+            "output_toks": 3,
+            **dict(zip(TIMES, (day + number, 500.0 + number, 500.5 + number, 501.0 + number), strict=True)),
+        }
+        for number in range(4)
+    ]
+    rows[1] |= dict.fromkeys(TIMES, unset)
+    rows[2]["queued_ts"] = unset
+    write_run(tmp_path, rows, {})
+    run = EngineRun.read(tmp_path)
+    assert (run.load.ids, run.num_left_out) == (["bench-0", "bench-2", "bench-3"], 1)
+    assert (run.load.queued_s.tolist(), run.arrival) == ([0.0, 2.0, 3.0], "queued_ts")
+    assert run.has_times.all() and run.span_s == 4.0
+
+
+def test_an_arrival_of_zero_is_one_where_the_clock_begins_with_the_run(tmp_path: Path) -> None:
+    times = [(0.0, 0.5, 2.0), (3.0, 3.5, 4.0), (0.0, 0.0, 0.0)]
+    names = TIMES[1:]
+    rows = [{**ROW, "request_id": str(at), **dict(zip(names, at, strict=True))} for at in times]
+    write_run(tmp_path, rows, {})
+    run = EngineRun.read(tmp_path)
+    assert (run.load.queued_s.tolist(), run.num_left_out) == ([0.0, 3.0], 1)
+    late = [{**row, **{name: 900.0 + float(str(row[name])) for name in names}} for row in rows[:2]]
+    late.append({**late[0], "request_id": "default", "queued_ts": 0.0})
+    write_run(tmp_path, late, {})
+    with pytest.raises(InvalidArgument, match="line 3: queued_ts is None"):
+        EngineRun.read(tmp_path)
+
+
+def test_the_delay_before_the_queue_is_that_beyond_the_smallest_difference(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {**ROW, "request_id": "a", "arrival_time": 7000.0, "queued_ts": 10.0, "first_token_ts": 11.0},
+        {**ROW, "request_id": "b", "arrival_time": 7001.0, "queued_ts": 11.25, "first_token_ts": 12.0},
+        {**ROW, "request_id": "c", "arrival_time": None, "queued_ts": 12.0, "first_token_ts": 12.5},
+    ]
+    write_run(tmp_path, rows, {})
+    run = EngineRun.read(tmp_path)
+    assert run.delay_s is not None and run.arrival == "queued_ts"
+    assert run.delay_s == pytest.approx(np.array([0.0, 0.25, np.nan]), nan_ok=True)
+    one_clock = [{**row, "queued_ts": None, "arrival_time": row["queued_ts"]} for row in rows]
+    write_run(tmp_path, one_clock, {})
+    run = EngineRun.read(tmp_path)
+    assert (run.delay_s, run.arrival) == (None, "arrival_time")
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085"])
+def test_a_text_may_have_what_ends_lines_elsewhere(tmp_path: Path, character: str) -> None:
+    row = {**ROW, "prompt": f"a{character}b"}
+    lines = [json.dumps(row, ensure_ascii=False), json.dumps({**ROW, "request_id": "b"})]
+    (tmp_path / "requests.jsonl").write_bytes("\r\n".join(lines).encode())
+    assert EngineRun.read(tmp_path).load.ids == ["a", "b"]
+
+
+def test_each_limit_is_that_of_the_first_place_that_states_it(tmp_path: Path) -> None:
+    resolved: dict[str, object] = {
+        "scheduler_config": {"max_num_seqs": 7, "max_num_batched_tokens": "<int>", "policy": "fcfs"},
+        "cache_config": {"kv_cache_size_tokens": 605_104, "block_size": 16},
+        "parallel_config": "<ParallelConfig>",
+    }
+    asked = {"max_num_seqs": 128, "data_parallel_size": 2}
+    other = {"max_num_batched_tokens": 64, "enable_expert_parallel": True}
+    meta: dict[str, object] = {
+        "resolved_config": resolved,
+        "engine_kwargs": asked,
+        "engine_args": other,
+        "kv_cache": {"num_kv_tokens": 1_210_208},
+    }
+    write_run(tmp_path, [ROW], meta)
+    run = EngineRun.read(tmp_path)
+    assert (run.limits, run.default_limits) == (EngineLimits(7, 64, 605_104, 2, True), ())
+    write_run(tmp_path, [ROW], {"engine_kwargs": {}, "engine_args": asked, "resolved_config": {}})
+    run = EngineRun.read(tmp_path)
+    assert (run.limits, run.default_limits) == (EngineLimits(128, 8192, 0, 2), ("max_num_batched_tokens",))
+    write_run(tmp_path, [ROW], {"resolved_config": {"scheduler_config": {"max_num_seqs": 0}}})
+    assert EngineRun.read(tmp_path).limits == EngineLimits()
+
+
+def test_a_memory_limit_that_is_stated_is_not_sought(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, limits = busy_load(2, 40), EngineLimits(64, 1024, 20_000)
+    monkeypatch.setattr(engine_run, "_fit", lambda run, limits, *_: engine_run.EngineFit(COSTS, limits, 1.0))
+    monkeypatch.setattr(engine_run, "_best_limit", lambda *_: pytest.fail("it is known"))
+    run = EngineRun("run", load, simulate_engines(COSTS, limits, load), limits)
+    assert fit_engine(run, np.arange(40) % 2 == 0).limits == limits
 
 
 def test_times_that_are_graded_are_not_fitted() -> None:
