@@ -41,6 +41,7 @@ from mooncake.sim.silicon.measured_rows import (
     MOST_ROWS,
     TARGETS,
     MeasuredRow,
+    Measurements,
     first_of,
     read_table,
 )
@@ -312,15 +313,16 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
     rows, tested, num_left_out, damaged = halves
     predictor = RowPredictor(rows, seed)
     predictions = predictor.predict(tested)
-    fitted = {row.measurement for row in rows}
-    num_same = sum(row.measurement in fitted for row in tested)
+    fitted = Measurements(rows)
+    same = {id(row) for row in tested if row in fitted}
+    num_same = len(same)
     measured = [row for row in tested if row.has_both_times]
 
     def standing(row: MeasuredRow) -> str:
-        return SAME if row.measurement in fitted else predictor.novelty(row)
+        return SAME if id(row) in same else predictor.novelty(row)
 
     def held_out(label: Callable[[MeasuredRow], str]) -> Callable[[MeasuredRow], str | None]:
-        return lambda row: None if row.measurement in fitted else label(row)
+        return lambda row: None if id(row) in same else label(row)
 
     def errors(label: Callable[[MeasuredRow], str | None]) -> dict[str, dict[str, GroupError]]:
         return {name: group_errors(tested, predictions[name], name, label) for name in TARGETS}
@@ -341,7 +343,7 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
         "_with_cards": mode_choices([row for row in measured if row.has_worker_counts], draw),
     }
     if num_same:
-        apart = [row for row in measured if row.measurement not in fitted]
+        apart = [row for row in measured if id(row) not in same]
         choices["_held_out"] = mode_choices(apart, draw)
     document = {
         "num_fitted": len(rows),

@@ -187,22 +187,26 @@ def fit_decode(samples: Sequence[StepSample]) -> tuple[DecodeModel, float]:
     return DecodeModel(base_s, per_request_s, per_token_s), fit.error
 
 
-def fit_costs(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> CostFit:
-    """Coefficients of the terms in ``rows`` whose sums are ``seconds``."""
+def fit_costs(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] = ()
+) -> CostFit:
+    """Coefficients of the terms in ``rows`` whose sums are ``seconds``, none below 0 or that of ``least``."""
     for value in seconds:
         if not value > 0:
             raise InvalidArgument("seconds", value, "more than 0")
     matrix, target = np.array(rows, dtype=np.float64), np.array(seconds, dtype=np.float64)
     weighted = matrix / target[:, None]
+    lowest = np.array(least, dtype=np.float64) if len(least) else np.zeros(matrix.shape[1])
+    rest = 1.0 - weighted @ lowest
     used = [column for column in range(matrix.shape[1]) if weighted[:, column].any()]
     while True:
         scale = np.abs(weighted[:, used]).max(axis=0)
-        found, *_ = np.linalg.lstsq(weighted[:, used] / scale, np.ones(len(target)), rcond=None)
+        found, *_ = np.linalg.lstsq(weighted[:, used] / scale, rest, rcond=None)
         found = found / scale
         if (found >= 0).all() or len(used) == 1:
             break
         used.pop(int(np.argmin(found * scale)))
-    coefficients = np.zeros(matrix.shape[1])
-    coefficients[used] = np.maximum(found, 0.0)
+    coefficients = lowest.copy()
+    coefficients[used] += np.maximum(found, 0.0)
     error = float(np.abs(matrix @ coefficients / target - 1.0).mean())
     return CostFit(tuple(float(one) for one in coefficients), error)

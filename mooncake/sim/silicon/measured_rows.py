@@ -25,11 +25,12 @@ from numpy.typing import NDArray
 
 from mooncake.errors import InvalidArgument
 from mooncake.sim.silicon.physical_estimates import (
-    bytes_per_weight,
+    PrecisionFacts,
     card_facts,
     decode_step_s,
     known_precision,
     model_facts,
+    precision_facts,
     prefill_s,
 )
 
@@ -53,7 +54,7 @@ QUANTITIES = (
     "decode_workers",
 )
 """What every row has; cards are those of one worker."""
-PARALLELISM = ("tp", "attention_dp", "moe_ep", "moe_tp")
+PARALLELISM = ("tp", "attention_dp", "moe_ep", "moe_tp", "pp")
 """Columns that each side has."""
 ESTIMATES = (
     "step",
@@ -87,6 +88,9 @@ _MOST_SHOWN = 40
 """Characters of a damaged cell that a message shows."""
 _MOST_REQUESTS = 1e6
 """The same of requests at once."""
+_CHANCE = 1e-5
+"""Times that are equal with few decimals may be so by chance: not where the product of what they are rounded
+to, as shares of them, is below this."""
 
 
 class MeasuredRow(msgspec.Struct, frozen=True):
@@ -134,13 +138,6 @@ class MeasuredRow(msgspec.Struct, frozen=True):
         return self.named("concurrency_basis") == "stated"
 
     @property
-    def measurement(self) -> tuple[object, ...]:
-        """Two rows that agree in it are one measurement, whatever their ids: no two have nine digits in
-        common by chance."""
-        times = round(self.ttft_s, 9), round(self.tpot_s, 9)
-        return self.named("architecture"), self.named("system"), *times
-
-    @property
     def cell(self) -> tuple[object, ...]:
         """What is equal in rows that are compared: all but the mode and the engine's cards and load."""
         return (
@@ -183,6 +180,51 @@ class MeasuredTable(NamedTuple):
         if self.damaged:
             reasons.append(f"{len(self.damaged)} rows are damaged: {first_of(self.damaged)}")
         return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+class Measurements:
+    """What some rows measured, whatever their ids: published tables overlap, and some are rounded.
+
+    Another row is one of these where the model's architecture, the card and, to a nanosecond, both times are
+    the same; or where the lengths and the concurrency are, too, and all times that both rows have are the
+    same with as many decimals as the coarser one, if these are so many that this is no chance.
+    """
+
+    def __init__(self, rows: Sequence[MeasuredRow]) -> None:
+        self._exact = {self._exactly(row) for row in rows if row.has_both_times}
+        self._alike: dict[tuple[object, ...], list[MeasuredRow]] = {}
+        for row in rows:
+            self._alike.setdefault(self._loads(row), []).append(row)
+
+    def __contains__(self, row: MeasuredRow) -> bool:
+        if row.has_both_times and self._exactly(row) in self._exact:
+            return True
+        return any(_is_same(row, other) for other in self._alike.get(self._loads(row), ()))
+
+    def _exactly(self, row: MeasuredRow) -> tuple[object, ...]:
+        return row.named("architecture"), row.named("system"), round(row.ttft_s, 9), round(row.tpot_s, 9)
+
+    def _loads(self, row: MeasuredRow) -> tuple[object, ...]:
+        return row.named("architecture"), row.named("system"), *row.quantities[:3]
+
+
+def _is_same(row: MeasuredRow, other: MeasuredRow) -> bool:
+    """Whether the times that both rows have are equal, of two rows with equal lengths and loads."""
+    chance, unit_s = 1.0, 10 ** -min(map(_num_decimals, (row, other))) / 1000
+    for target in TARGETS:
+        one_s, two_s = (getattr(each, f"{target}_s") for each in (row, other))
+        if math.isnan(one_s + two_s):
+            continue
+        if abs(one_s - two_s) > 0.999 * unit_s:  # rounded or cut
+            return False
+        chance *= unit_s / max(one_s, two_s)
+    return chance < _CHANCE
+
+
+def _num_decimals(row: MeasuredRow) -> int:
+    """Decimals of a row's milliseconds, at most six: more are those of a number in binary."""
+    times = (f"{getattr(row, f'{target}_s') * 1000:.6f}" for target in TARGETS)
+    return max(len(text.rstrip("0").partition(".")[2]) for text in times)
 
 
 def first_of(damaged: Sequence[str]) -> str:
@@ -236,10 +278,11 @@ def read_table(path: Path, origin: str = "rows") -> MeasuredTable:
         raise InvalidArgument(origin, str(path), allowed)
     if not rows:
         raise InvalidArgument(origin, str(path), "a file with at least one row")
+    has_commas = delimiter == ";" and any(_has_decimal_comma(fields) for _, fields in rows)
     table = MeasuredTable([], [], [])
     for number, (line, fields) in enumerate(rows, 1):
         try:
-            row = _row(_Cells(f"line {line}, row {number}", number, fields))
+            row = _row(_Cells(f"line {line}, row {number}", number, fields, has_commas))
         except _DamagedRow as error:
             table.damaged.append(str(error))
         else:
@@ -274,10 +317,18 @@ _COLUMNS = {
     "engine": "backend",
 }
 """Other names of columns."""
+_FRACTIONS = ("silicon_ttft_ms", "silicon_tpot_ms", "concurrency")
+"""Columns whose numbers may have decimals."""
+_THOUSANDS = re.compile(r"\d{1,3}(\.\d{3})+")
+"""What is read in two ways where other numbers have decimal commas."""
 _BLANK = ("", "nan", "none", "null", "n/a", "na", "-")
 """Cells without a value."""
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d+(?:\.\d+)?)|(?:^|_)c(\d{1,6})(?:_|$)")
 """As a row's source or its id states it."""
+
+
+def _has_decimal_comma(fields: dict[str | None, Any]) -> bool:
+    return any(re.fullmatch(r"\s*\d+,\d+\s*", fields.get(one) or "") for one in _FRACTIONS)
 
 
 class _DamagedRow(ValueError):
@@ -287,9 +338,11 @@ class _DamagedRow(ValueError):
 class _Cells:
     """The cells of one row, with errors that name it and the column."""
 
-    def __init__(self, place: str, number: int, fields: dict[str | None, Any]) -> None:
-        """``place`` is the line, as editors count it, and the row's number."""
-        self._place, self._number, self._fields = place, number, fields
+    def __init__(
+        self, place: str, number: int, fields: dict[str | None, Any], has_commas: bool = False
+    ) -> None:
+        """``place`` is the line, as editors count it, and the row's number. ``has_commas``: in numbers."""
+        self._place, self._number, self._fields, self._has_commas = place, number, fields, has_commas
         if any(one.strip() for one in fields.get(None) or ()):
             raise _DamagedRow(f"{place} has cells behind the last column")
 
@@ -320,8 +373,14 @@ class _Cells:
         text = self.text(column)
         return (0.0 if text.lower() in _BLANK else self._number_of(column, text)) or default
 
+    def whole(self, column: str, default: float = 1.0) -> float:
+        value = self.count(column, default)
+        if value % 1:
+            raise self.damaged(column, "a whole number")
+        return value
+
     def length(self, column: str) -> float:
-        value = self.count(column, 0.0)
+        value = self.whole(column, 0.0)
         if not value:
             raise self.damaged(column, "a number of tokens of at least 1")
         return value
@@ -331,8 +390,10 @@ class _Cells:
         return self.text("id") or f"row {self._number}"
 
     def _number_of(self, column: str, text: str) -> float:
+        if self._has_commas and _THOUSANDS.fullmatch(text):
+            raise self.damaged(column, "a number that is sure where others have decimal commas")
         try:
-            value = float(text)
+            value = float(text.replace(",", ".") if self._has_commas else text)
         except ValueError:
             value = math.nan
         if not 0 <= value <= _MOST:
@@ -355,14 +416,14 @@ class _Side(NamedTuple):
 
 
 def _side(cells: _Cells, prefix: str) -> _Side:
-    parallelism = tuple(cells.count(f"{prefix}{one}_size") for one in PARALLELISM)
-    tensor, attention, expert, expert_tensor = parallelism
+    parallelism = tuple(cells.whole(f"{prefix}{one}_size") for one in PARALLELISM)
+    tensor, attention, expert, expert_tensor, num_stages = parallelism
     # Tables differ: some give all cards as tensor parallel, others the parts of attention and of the experts.
-    num_gpus = max(tensor * attention, expert * expert_tensor) * cells.count(f"{prefix}pp_size")
+    num_gpus = max(tensor * attention, expert * expert_tensor) * num_stages
     if prefix:
-        num_workers = cells.count(f"{prefix}num_workers", 0.0)
+        num_workers = cells.whole(f"{prefix}num_workers", 0.0)
     else:  # one, of as many cards as its parallelism says
-        num_workers = float(any(cells.count(f"{one}_size", 0.0) for one in PARALLELISM))
+        num_workers = float(any(cells.count(f"{one}_size", 0.0) for one in PARALLELISM if one != "pp"))
     return _Side(parallelism, num_gpus, num_workers or 1.0, num_workers > 0)
 
 
@@ -420,28 +481,43 @@ def _row(cells: _Cells) -> MeasuredRow:
         day[1] if day else source.partition(";")[0],
         "stated" if stated else "not stated",
     )
-    weight_bytes = bytes_per_weight(precision, model)
-    estimates = physical_estimates(model, system, weight_bytes, mode == "disagg", quantities)
+    facts_of_precision = precision_facts(precision, model)
+    estimates = physical_estimates(model, system, facts_of_precision, mode == "disagg", quantities)
     return MeasuredRow(cells.id, names, quantities, estimates, ttft_s, tpot_s)
 
 
 def physical_estimates(
-    model: str, system: str, weight_bytes: float, is_disaggregated: bool, quantities: Sequence[float]
+    model: str,
+    system: str,
+    precision: PrecisionFacts,
+    is_disaggregated: bool,
+    quantities: Sequence[float],
 ) -> tuple[float, ...]:
-    """In the order of ``ESTIMATES``, from ``QUANTITIES``; NaN where card or model is in no table."""
+    """In the order of ``ESTIMATES``, from a row's quantities; NaN where card or model is in no table."""
     facts, card = model_facts(model), card_facts(system)
     if facts is None or card is None:
         return (math.nan,) * len(ESTIMATES)
     num_input, num_output, concurrency, _, prefill_gpus, decode_gpus, prefills, decodes = quantities[
         : len(QUANTITIES)
     ]
+    sides = quantities[len(QUANTITIES) :]
+    prefill_stages, decode_stages = sides[len(PARALLELISM) - 1], sides[-1]
     batch_size = concurrency / decodes
-    step_s = decode_step_s(facts, card, weight_bytes, decode_gpus, batch_size, num_input + num_output / 2)
-    prompt_s = prefill_s(facts, card, weight_bytes, prefill_gpus, num_input)
+    # Work passes through the stages of a pipeline one after the other, and each has other work meanwhile: a
+    # token takes as long as with the cards of one stage, and what many take is divided by all cards.
+    step_s = decode_step_s(
+        facts,
+        card,
+        precision,
+        decode_gpus / decode_stages,
+        max(min(batch_size, 1.0), batch_size / decode_stages),
+        num_input + num_output / 2,
+    )
+    prompt_s = prefill_s(facts, card, precision, prefill_gpus / prefill_stages, num_input)
     if not is_disaggregated:
         # Each token waits for its share of the other requests' prompts.
-        step_s += batch_size * prompt_s / num_output
-    all_prompts_s = concurrency * prompt_s / prefills
+        step_s += batch_size * prompt_s / prefill_stages / num_output
+    all_prompts_s = concurrency * prompt_s / prefill_stages / prefills
     # Where prefill can't keep up with decode, requests wait for it: what is not being decoded.
     waiting_s = max(prompt_s, all_prompts_s - num_output * step_s)
     return (
@@ -472,7 +548,7 @@ def configured_row(model: str, system: str, engine: str, precision: str, num_gpu
         "",
         "stated",
     )
-    cards = (num_gpus, num_gpus, 1.0, 1.0, *(num_gpus, 1.0, 1.0, num_gpus) * 2)
+    cards = (num_gpus, num_gpus, 1.0, 1.0, *(num_gpus, 1.0, 1.0, num_gpus, 1.0) * 2)
     row = MeasuredRow("not measured", names, (0.0, 0.0, 0.0, 0.0, *cards), (), 0.0, 0.0)
     return reloaded_row(row, 1024.0, 1024.0, 1.0)
 
@@ -483,6 +559,6 @@ def reloaded_row(row: MeasuredRow, num_input: float, num_output: float, concurre
     load = concurrency / (row.quantity("decode_gpus") * row.quantity("decode_workers"))
     quantities = (num_input, num_output, concurrency, load, *cards)
     model, system = row.named("model_path"), row.named("system")
-    weight_bytes = bytes_per_weight(row.named("precision"), model)
-    estimates = physical_estimates(model, system, weight_bytes, row.is_disaggregated, quantities)
+    precision = precision_facts(row.named("precision"), model)
+    estimates = physical_estimates(model, system, precision, row.is_disaggregated, quantities)
     return MeasuredRow("not measured", row.names, quantities, estimates, math.nan, math.nan)

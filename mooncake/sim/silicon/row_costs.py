@@ -36,26 +36,30 @@ from mooncake.sim.silicon.measured_rows import (
 from mooncake.sim.silicon.physical_estimates import (
     CardFacts,
     ModelFacts,
-    bytes_per_weight,
     card_facts,
     known_precision,
     model_facts,
+    precision_facts,
 )
 from mooncake.sim.silicon.row_prediction import RowPredictor, TimePrediction
 
 FORM = "FILE.csv:MODEL@SYSTEM, /ENGINE, /PRECISION and /tpN behind it where wanted"
+LONG_TOKENS = 8192.0
+"""Longer prompts are hardly measured: their predictions shape the costs, and are not in their errors."""
 LEAST_ERROR = 0.03
 """What two measurements of one configuration differ by."""
 DRAM_BYTES, NIC_BYTES_PER_S, NIC_LATENCY_S = 256e9, 23.75e9, 0.0005
 SSD_BYTES_PER_S, LOAD_BYTES_PER_S = 6.5e9, 32e9
 """Per card, as the built-in nodes have."""
 _FORM = re.compile(r"(?P<file>.+?\.csv(?:\.gz)?):(?P<model>[^@]+)@(?P<system>[^/]+)(?P<rest>(?:/[^/]+){0,3})")
-_NUM_GPUS = re.compile(r"tp(\d{1,4})")
-_ALONE = tuple((num_input, 1024.0, 1.0) for num_input in (512.0, 1024.0, 2048.0, 4096.0, 8192.0))
+_NUM_GPUS = re.compile(r"tp([1-9]\d{0,3})", re.IGNORECASE)
+_ALONE = tuple(
+    (num_input, 1024.0, 1.0) for num_input in (512.0, 1024.0, 2048.0, 4096.0, 8192.0, 32_768.0, 131_072.0)
+)
 """Input tokens, output tokens and concurrency at which the time to first token is asked for."""
 _LOADED = tuple(
     (*lengths, concurrency)
-    for lengths in ((1024.0, 1024.0), (8192.0, 1024.0), (1024.0, 8192.0))
+    for lengths in ((1024.0, 1024.0), (8192.0, 1024.0), (1024.0, 8192.0), (32_768.0, 1024.0))
     for concurrency in (1.0, 4.0, 16.0, 64.0)
 )
 """The same for the time per output token."""
@@ -82,15 +86,23 @@ class RowCosts(msgspec.Struct, frozen=True):
             if ".csv" in text and "@" in text:
                 raise InvalidArgument("--costs", text, FORM)
             return None
-        engine, precision, num_gpus = "", "", 0
+        parts: dict[str, str] = {}
         for part in match["rest"].split("/")[1:]:
             if number := _NUM_GPUS.fullmatch(part):
-                num_gpus = int(number[1])
-            elif known_precision(part) is not None:
-                precision = part
+                kind, part = "num_gpus", number[1]
             else:
-                engine = part
-        return cls(match["file"], match["model"], match["system"], engine, precision, num_gpus)
+                kind = "precision" if known_precision(part) is not None else "engine"
+            if kind in parts or (kind == "engine" and re.match(r"tp\d", part, re.IGNORECASE)):
+                raise InvalidArgument("--costs", text, FORM)
+            parts[kind] = part
+        return cls(
+            match["file"],
+            match["model"],
+            match["system"],
+            parts.get("engine", ""),
+            parts.get("precision", ""),
+            int(parts.get("num_gpus", 0)),
+        )
 
     def costs(self) -> NodeCosts:
         """Raises InvalidArgument: no such file, or neither rows nor physical facts of the model and card."""
@@ -131,7 +143,7 @@ class RowCosts(msgspec.Struct, frozen=True):
             f"{fit.prefill_error:.0%}, TPOT {fit.decode_error:.0%}."
         )
         title = f"{place} ({'measured rows' if found else 'physical estimate'})"
-        weight_bytes = bytes_per_weight(precision, self.model)
+        weight_bytes = precision_facts(precision, self.model).weight_bytes
         return _node(title, source, model, card, num_gpus, weight_bytes, fit)
 
     def hardware(self, costs: NodeCosts) -> str:
@@ -162,13 +174,27 @@ def fit_node(predictor: RowPredictor, like: MeasuredRow) -> NodeFit:
         share = (batch - 1) / num_output
         step = (1.0, batch, batch * (num_input + num_output / 2))
         steps.append((0.0, *(share * one for one in _prompt(row)), *step))
-    # What precedes the first token and takes none of the others' time shows in the first kind only.
-    found = fit_costs([*prompts, *steps], [*ttft.seconds.tolist(), *tpot.seconds.tolist()]).coefficients
+    # What precedes the first token and takes none of the others' time shows in the first kind only. No step
+    # reads the KV faster than the cards' memory allows.
+    least = (0.0,) * 6 + (_kv_s_per_token(like),)
+    seconds = [*ttft.seconds.tolist(), *tpot.seconds.tolist()]
+    found = fit_costs([*prompts, *steps], seconds, least).coefficients
     first_token_s, c0, c1, c2, base_s, per_request_s, per_token_s = found
-    errors = (_error(one, terms, found) for one, terms in ((ttft, prompts), (tpot, steps)))
+    errors = (
+        _error(one, terms, found, [row.quantity("isl") <= LONG_TOKENS for row in rows])
+        for one, terms, rows in ((ttft, prompts, alone), (tpot, steps, loaded))
+    )
     return NodeFit(
         PrefillModel(c0, c1, c2), DecodeModel(base_s, per_request_s, per_token_s), first_token_s, *errors
     )
+
+
+def _kv_s_per_token(like: MeasuredRow) -> float:
+    """Time to read a token's KV from the memory of all cards; 0: model or card unknown."""
+    model, card = model_facts(like.named("model_path")), card_facts(like.named("system"))
+    if model is None or card is None:
+        return 0.0
+    return model.kv_bytes_per_token / (like.num_gpus * card.bytes_per_s)
 
 
 def _prompt(row: MeasuredRow) -> tuple[float, float, float]:
@@ -177,11 +203,15 @@ def _prompt(row: MeasuredRow) -> tuple[float, float, float]:
 
 
 def _error(
-    prediction: TimePrediction, terms: Sequence[tuple[float, ...]], coefficients: tuple[float, ...]
+    prediction: TimePrediction,
+    terms: Sequence[tuple[float, ...]],
+    coefficients: tuple[float, ...],
+    is_usual: Sequence[bool],
 ) -> float:
+    """Of the predictions that are usual."""
     fitted = np.maximum(np.array(terms) @ np.array(coefficients), 1e-9)
-    misfit = float(np.quantile(np.abs(np.log(fitted / prediction.seconds)), 0.9))
-    spread = float(np.median(np.log(prediction.interval()[1] / prediction.seconds)))
+    misfit = float(np.quantile(np.abs(np.log(fitted / prediction.seconds))[is_usual], 0.9))
+    spread = float(np.median(np.log(prediction.interval()[1] / prediction.seconds)[is_usual]))
     return max(LEAST_ERROR, math.expm1(min(math.hypot(misfit, spread), 10.0)))
 
 

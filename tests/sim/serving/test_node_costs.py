@@ -18,6 +18,7 @@ from mooncake.sim.serving.node_costs import (
     PrefillSample,
     StepSample,
     builtin_costs,
+    fit_costs,
     fit_decode,
     fit_prefill,
     load_costs,
@@ -120,3 +121,15 @@ def test_too_few_lengths_are_refused(samples: list[PrefillSample]) -> None:
 def test_times_must_have_passed() -> None:
     with pytest.raises(InvalidArgument, match="seconds is 0"):
         fit_decode([StepSample(1, 1, 0.1), StepSample(2, 1, 0.0), StepSample(3, 1, 0.1)])
+
+
+def test_no_coefficient_is_below_the_least_it_can_be() -> None:
+    """The others are fitted to what remains, with errors relative to the whole."""
+    rows = [(1.0, float(size), float(size * context)) for size in (1, 4, 16) for context in (500, 2000)]
+    seconds = [0.01 + 2e-4 * size for _, size, _ in rows]
+    assert fit_costs(rows, seconds).coefficients[2] == pytest.approx(0.0, abs=1e-12)
+    base_s, per_request_s, per_token_s = fit_costs(rows, seconds, (0.0, 0.0, 5e-8)).coefficients
+    assert per_token_s == 5e-8 and base_s == pytest.approx(0.01, rel=0.1)
+    assert 0 < per_request_s < 2e-4
+    seconds = [one + 9e-8 * context for one, (_, _, context) in zip(seconds, rows, strict=True)]
+    assert fit_costs(rows, seconds, (0.0, 0.0, 5e-8)).coefficients == pytest.approx((0.01, 2e-4, 9e-8))

@@ -12,12 +12,15 @@ from mooncake.sim.silicon.measured_rows import (
     ASSUMED_CONCURRENCY,
     ESTIMATES,
     MOST_ROWS,
+    MeasuredRow,
+    Measurements,
     card_name,
     engine_name,
     first_of,
     precision_name,
     read_rows,
     read_table,
+    reloaded_row,
 )
 from tests.sim.silicon.row_table import fields_of, random_rows, write_rows
 
@@ -55,6 +58,86 @@ def test_cards_of_both_sides_are_counted(tmp_path: Path) -> None:
     assert (row.num_gpus, row.has_worker_counts) == (16, True)
 
 
+def test_the_stages_of_a_pipeline_take_their_turns(tmp_path: Path) -> None:
+    sizes = [(8, 1), (1, 8), (1, 1)]
+    load = {"mode": "agg", "silicon_data_source": "silicon_concurrency=1", "model_path": "Llama-3.1-70B"}
+    rows = [row_of(**load, tp_size=tensor, pp_size=stages) for tensor, stages in sizes]
+    tensor, stages, alone = read_rows(write_rows(tmp_path / "rows.csv", rows))
+    assert tensor.num_gpus == stages.num_gpus == 8 and tensor.quantities != stages.quantities
+    assert stages.estimates[:2] == pytest.approx(alone.estimates[:2], rel=0.05)
+    assert stages.estimates[0] > 4 * tensor.estimates[0]
+    loaded = [reloaded_row(row, 1024.0, 1024.0, 512.0) for row in (tensor, stages, alone)]
+    waits = [row.estimates[ESTIMATES.index("all_prompts")] for row in loaded]
+    assert waits[1] == pytest.approx(waits[2] / 8), "eight prompts are in work at once"
+    sides = {f"{side}_{name}": 1 for side in ("prefill", "decode") for name in ("num_workers", "tp_size")}
+    apart = row_of(**load | {"mode": "disagg"}, **sides, prefill_pp_size=4, decode_pp_size=2)
+    (row,) = read_rows(write_rows(tmp_path / "rows.csv", [apart]))
+    assert (row.quantity("prefill_gpus"), row.quantity("decode_gpus"), row.num_gpus) == (4, 2, 6)
+
+
+def measured(path: Path, *rows: dict[str, object]) -> list[MeasuredRow]:
+    table = read_table(write_rows(path, list(rows)))
+    return [*table.rows, *table.unmeasured]
+
+
+def test_a_measurement_is_the_same_when_it_is_rounded(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    times = {"silicon_ttft_ms": 205.123456, "silicon_tpot_ms": 10.987654}
+    rounded = {"silicon_ttft_ms": 205.12, "silicon_tpot_ms": 10.99}
+    cut = {"silicon_ttft_ms": 205.12, "silicon_tpot_ms": 10.98}
+    whole, coarse = (Measurements(measured(path, row_of(**one))) for one in (times, rounded))
+    for other, expected in (
+        (row_of(**times, backend="other"), True),
+        (row_of(**times, osl=7), True),
+        (row_of(**rounded), True),
+        (row_of(**cut), True),
+        (row_of(**rounded, osl=7), False),
+        (row_of(**rounded, silicon_data_source="silicon_concurrency=7"), False),
+        (row_of(**rounded, system="h200"), False),
+        (row_of(**times | {"silicon_ttft_ms": 205.123457}), False),
+        (row_of(**rounded | {"silicon_tpot_ms": 11.0}), False),
+    ):
+        (row,) = measured(path, other)
+        assert (row in whole) is expected, other
+    assert measured(path, row_of(**times))[0] in coarse
+    (row,) = measured(path, row_of(silicon_ttft_ms=205, silicon_tpot_ms=11))
+    assert row not in whole, "such times may be equal by chance"
+
+
+def test_a_row_without_a_time_is_the_same_measurement_by_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    times = {"silicon_ttft_ms": 205.123456, "silicon_tpot_ms": 10.987654}
+    whole = Measurements(measured(path, row_of(**times)))
+    for changes, expected in (
+        ({"silicon_tpot_ms": ""}, True),
+        ({"silicon_ttft_ms": "nan"}, True),
+        ({"silicon_ttft_ms": "", "silicon_tpot_ms": 10.99}, False),
+        ({"silicon_ttft_ms": "", "silicon_tpot_ms": 10.987655}, False),
+        ({"silicon_ttft_ms": "", "silicon_tpot_ms": ""}, False),
+    ):
+        (row,) = measured(path, row_of(**times | changes))
+        assert (row in whole) is expected, changes
+
+
+def test_decimal_commas_are_read_where_semicolons_separate(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    names = "model_path;system;mode;isl;osl;concurrency;silicon_ttft_ms;silicon_tpot_ms\n"
+    start = "m;h100;agg;1024;64;"
+    lines = (f"{start}12,5;205,5;10,25", f"{start}8;1024;9", f"{start}8;1.024;9", f"{start}8;1.234,5;9")
+    path.write_text(names + "\n".join(lines))
+    table = read_table(path)
+    (first, second) = table.rows
+    assert (first.quantity("concurrency"), first.ttft_s, first.tpot_s) == (12.5, 0.2055, 0.01025)
+    assert (second.ttft_s, second.tpot_s) == (1.024, 0.009)
+    assert [line.partition("silicon_")[2].partition(" is")[0] for line in table.damaged] == [
+        "ttft_ms: '1.024'",
+        "ttft_ms: '1.234,5'",
+    ]
+    path.write_text(names + f"{start}8;1.024;9.5")
+    (row,) = read_rows(path)
+    assert row.ttft_s == 0.001024, "without any decimal comma, the point is the decimal one"
+
+
 def test_one_architecture_has_one_name(tmp_path: Path) -> None:
     models = (
         "deepseek-ai/DeepSeek-R1",
@@ -74,6 +157,11 @@ def test_one_architecture_has_one_name(tmp_path: Path) -> None:
         ({"silicon_ttft_ms": "-3"}, "row 2, column silicon_ttft_ms: '-3'"),
         ({"isl": "many"}, "row 2, column isl: 'many'"),
         ({"isl": ""}, "row 2, column isl: ''"),
+        ({"isl": "1.024"}, "row 2, column isl: '1.024' is not a whole number"),
+        ({"osl": "1024.7"}, "row 2, column osl: '1024.7' is not a whole number"),
+        ({"tp_size": "0.5", "mode": "agg"}, "row 2, column tp_size: '0.5' is not a whole number"),
+        ({"pp_size": "1.5", "mode": "agg"}, "row 2, column pp_size: '1.5'"),
+        ({"decode_num_workers": "2.5", "mode": "disagg"}, "row 2, column decode_num_workers: '2.5'"),
         ({"osl": "nan"}, "row 2, column osl: 'nan'"),
         ({"tp_size": "1e300", "mode": "agg"}, "row 2, column tp_size: '1e300'"),
         ({"mode": "both"}, "row 2, column mode: 'both' is not agg or disagg"),
@@ -175,6 +263,7 @@ def test_one_thing_has_one_name_however_it_is_spelled(tmp_path: Path) -> None:
 def test_methods_of_quantization_are_named_by_their_precision() -> None:
     for name, spellings in {
         "int4": "AWQ gptq w4a16 int4",
+        "w4a8": "w4a8 W4AFP8",
         "fp4": "mxfp4 nvfp4",
         "fp8": "fp8_e4m3 FP8-E5M2",
         "int8": "w8a8 smoothquant",

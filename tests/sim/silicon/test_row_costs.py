@@ -72,6 +72,29 @@ def test_what_has_no_rows_is_an_estimate_with_wide_errors(table: Path) -> None:
     assert estimated.num_gpus == 4
 
 
+def test_no_step_reads_the_kv_faster_than_the_memory_allows(tmp_path: Path) -> None:
+    rows = [
+        measured(length, load, model_path="meta-llama/Llama-3.1-70B", tp_size=4)
+        for length in (512, 1024, 2048)  # so short that none shows what the context costs
+        for load in (1, 2, 4, 8, 16, 32)
+    ]
+    name = RowCosts.parse(f"{write_rows(tmp_path / 'rows.csv', rows)}:Llama-3.1-70B@h100")
+    assert name is not None
+    costs = name.costs()
+    read_s = costs.kv_bytes_per_token / (4 * 3.35e12)
+    assert costs.decode.per_token_s >= read_s * 0.999
+    assert costs.decode.seconds(64, 64 * 32_768) > 64 * 32_768 * read_s
+    assert costs.decode.seconds(1, 1024) == pytest.approx(STEP_S, rel=0.3)
+
+
+def test_a_long_prompt_takes_the_time_of_its_attention(table: Path) -> None:
+    name = RowCosts.parse(f"{table}:meta-llama/Llama-3.1-70B@h200/vllm/fp8/tp4")
+    assert name is not None
+    costs = name.costs()
+    attention_s = 131_072**2 / 2 * 4 * 80 * 8192 / (4 * 1979e12)
+    assert costs.prefill.c2 > 0 and costs.prefill.seconds(0, 131_072) > attention_s
+
+
 def test_a_bound_is_slower_or_faster_by_the_errors(table: Path) -> None:
     name = RowCosts.parse(f"{table}:meta-llama/Llama-3.1-8B@h100_sxm")
     assert name is not None
@@ -104,6 +127,18 @@ def test_what_nothing_is_known_of_is_refused(table: Path, text: str, named: str)
 def test_a_precision_may_be_a_method_of_quantization() -> None:
     name = RowCosts.parse("rows.csv:m@h100/w8a8/vllm/tp2")
     assert name == RowCosts("rows.csv", "m", "h100", "vllm", "w8a8", 2)
+
+
+@pytest.mark.parametrize("text", ["TP8/fp8/vllm", "vllm/fp8/tp8", "FP8/Tp8/vllm"])
+def test_parts_have_any_order_and_case(text: str) -> None:
+    name = RowCosts.parse(f"rows.csv:m@h100/{text}")
+    assert name is not None and (name.engine, name.precision.lower(), name.num_gpus) == ("vllm", "fp8", 8)
+
+
+@pytest.mark.parametrize("rest", ["tp0", "tp8x", "tp99999", "vllm/sglang", "fp8/bf16", "tp4/tp8"])
+def test_parts_that_say_nothing_or_say_it_twice_are_refused(rest: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"FILE\.csv:MODEL@SYSTEM"):
+        RowCosts.parse(f"rows.csv:m@h100/{rest}")
 
 
 def test_other_names_are_not_of_rows() -> None:
