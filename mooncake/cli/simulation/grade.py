@@ -358,7 +358,7 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
             for column, targets in groups.items()
         },
         **{f"mode{suffix}": _choices_of(found) for suffix, found in choices.items()},
-        "notes": (notes := _notes(halves)),
+        "notes": (notes := _notes(halves, predictor)),
         "rows": _rows_of(tested, predictions, standing),
     }
     if num_same:
@@ -369,7 +369,7 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
     return document, tables
 
 
-def _notes(halves: _Halves) -> list[str]:
+def _notes(halves: _Halves, predictor: RowPredictor) -> list[str]:
     """What the rows lack, so that they or their predictions say less."""
     notes = [
         f"{len(some)} rows of {option} are damaged and left out: {first_of(some)}."
@@ -381,6 +381,11 @@ def _notes(halves: _Halves) -> list[str]:
     if lacking := sum(not row.has_both_times for row in halves.tested):
         which = f"{lacking} of {len(halves.tested)} predicted rows"
         notes.append(f"{which} lack a measured time: that time is not graded, --json has its prediction.")
+    if beyond := sum(predictor.is_beyond(row) for row in halves.tested):
+        which = f"{beyond} of {len(halves.tested)} predicted rows"
+        notes.append(
+            f"{which} have lengths, loads or numbers of cards beyond all fitted ones: intervals are wide."
+        )
     for verb, some in (("fitted", halves.rows), ("predicted", halves.tested)):
         token_s = float(np.median([row.tpot_s for row in some if row.tpot_s > 0] or [0.1]))
         if not SHORTEST_TOKEN_S < token_s < LONGEST_TOKEN_S:

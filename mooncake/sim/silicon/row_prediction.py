@@ -22,7 +22,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake.sim.silicon.measured_rows import DERIVED_NAMES, NAMES, TARGETS, Floats, MeasuredRow
+from mooncake.sim.silicon.measured_rows import (
+    DERIVED_NAMES,
+    NAMES,
+    TARGETS,
+    Floats,
+    MeasuredRow,
+)
 
 NORMAL_90 = 1.6449
 """Standard deviations on each side of a normal distribution's 90 %."""
@@ -36,8 +42,9 @@ LINEAR = 0.3
 """Variance of the linear kernel, per column."""
 FEWEST = 20
 """Rows of a mode from which its own intervals are calibrated."""
-FEWEST_TO_NARROW = 100
-"""Rows from which intervals may be narrower than the process itself says."""
+FEWEST_TO_NARROW = SEARCHED
+"""Rows from which intervals may be narrower than the process itself says: the errors of fewer are less than
+those of others, because the columns are weighed by all of them."""
 _KERNEL_NAMES = tuple(
     (*NAMES, *DERIVED_NAMES).index(one)
     for one in (*(one for one in NAMES if one != "model_path"), *DERIVED_NAMES)
@@ -65,6 +72,18 @@ _GROUPS = {
     "mode": _Group(("mode",), factor=2.0),  # there are two: a fit without one can have no groups
 }
 """What a fit may not have seen of a row."""
+RANGE = "range"
+"""A length or a number of cards beyond those of the fitted rows, or more requests at once, are new, too. For
+fewer, intervals hold as they are: such requests wait for little, as the physical estimate says."""
+_RANGED = ("isl", "osl", "concurrency", "prefill_gpus", "decode_gpus")
+_BEYOND = math.log(1.25)
+"""What is less beyond counts as the same."""
+_WIDER = 0.5
+"""By how much intervals are wider for each natural logarithm by which a row is beyond."""
+_OUTER = 0.4
+"""Share of the rows that are left out at most to calibrate the intervals of rows beyond the others."""
+_FEWEST_ENDS, _FACTOR_BEYOND = 3, 3.0
+"""So many ends of ranges tell how far off predictions beyond them are, else intervals are so much wider."""
 _OF_FACTS = ("model", "card")
 """Those of which physical facts may be known; else other intervals hold."""
 KNOWN = "known"
@@ -114,11 +133,13 @@ class TimePredictor:
         self._centre[has_any] = np.nanmean(quantities[:, has_any], axis=0)
         deviations[has_any] = np.nanstd(quantities[:, has_any], axis=0)
         # A column that never changes says nothing of what its changes do: a change counts on its own scale.
-        self._scale = np.where(deviations > 1e-6, deviations, 1.0)
+        # One that no row has says nothing at all.
+        self._scale = np.where(has_any, np.where(deviations > 1e-6, deviations, 1.0), math.inf)
         self._codes: list[dict[str, int]] = [{} for _ in _KERNEL_NAMES]
         self._known = self._columns(rows)
-        estimates = self._estimates(rows)
-        self._usual = float(np.nanmean(estimates)) if not np.isnan(estimates).all() else 0.0
+        estimates = np.log([row.estimate_s(target) for row in rows])
+        self._has_estimates = not np.isnan(estimates).all()
+        self._usual = float(np.nanmean(estimates)) if self._has_estimates else 0.0
         ratios = np.log([getattr(row, f"{target}_s") for row in rows]) - np.nan_to_num(
             estimates, nan=self._usual
         )
@@ -143,9 +164,12 @@ class TimePredictor:
             kind: {tuple(row.named(one) for one in group.columns) for row in rows}
             for kind, group in _GROUPS.items()
         }
+        self._ranges = _ranges_of(rows)
         self._widths = self._calibrated(rows)
         self._widths_without_facts: dict[str, float] = {}
         """By what is new, of rows whose model or card is in no table; found when such a row is predicted."""
+        self._width_beyond: float | None = None
+        """Of rows beyond the range of the fitted ones, likewise."""
 
     def novelty(self, row: MeasuredRow) -> str:
         """``known``, or what the fit has not seen: ``new model and card``."""
@@ -160,7 +184,13 @@ class TimePredictor:
         ]
         if "model" in unseen or "card" in unseen:
             unseen.remove("pair")
+        if self.is_beyond(row):
+            unseen.append(RANGE)
         return unseen
+
+    def is_beyond(self, row: MeasuredRow) -> bool:
+        """Whether a length, the load or a number of cards is beyond those of the fitted rows."""
+        return _distance(row, self._ranges) > _BEYOND
 
     def predict(self, rows: Sequence[MeasuredRow]) -> TimePrediction:
         """What the rows' times will be; their own are not read."""
@@ -196,6 +226,9 @@ class TimePredictor:
         return np.asarray(estimates + self._mean + between @ self._solved)
 
     def _estimates(self, rows: Sequence[MeasuredRow]) -> Floats:
+        """NaN: unknown, as all are to a fit to none: it says nothing of times as ratios to them."""
+        if not self._has_estimates:
+            return np.full(len(rows), np.nan)
         return np.log([row.estimate_s(self._target) for row in rows])
 
     def _columns(self, rows: Sequence[MeasuredRow]) -> _Columns:
@@ -319,16 +352,30 @@ class TimePredictor:
             shares.append(np.full(len(numbers), 1 / len(numbers)))
         return _quantile_90(np.concatenate(errors), np.concatenate(shares)) / NORMAL_90
 
+    def _beyond(self) -> float:
+        """The same where the rows with the least or the most of a quantity are predicted from the others,
+        whose errors count less by how far beyond they are, as their intervals would be wider."""
+        if self._width_beyond is None:
+            groups = _outer_groups(self._rows)
+            self._width_beyond = (
+                self._width_without(groups, [_wider_without(self._rows, one) for one in groups])
+                if len(groups) >= _FEWEST_ENDS
+                else _FACTOR_BEYOND
+            )
+        return self._width_beyond
+
     def _width_of_groups(self, rows: Sequence[MeasuredRow], group: _Group) -> float:
         """The same where all rows of a group are predicted from the others; every group counts alike, because
         the next one is a group, too."""
         groups = _grouped(rows, group)
-        if len(groups) < group.fewest:
-            return group.factor
+        return self._width_without(list(groups.values())) if len(groups) >= group.fewest else group.factor
+
+    def _width_without(self, groups: Sequence[list[int]], wider: Sequence[Floats] | None = None) -> float:
+        """``wider``: for each row of each group, by how much its own interval is wider than the others'."""
         errors, shares = [], []
-        for numbers in groups.values():
+        for place, numbers in enumerate(groups):
             block = np.linalg.inv(self._inverse[np.ix_(numbers, numbers)])
-            deviations = np.sqrt(np.diag(block))
+            deviations = np.sqrt(np.diag(block)) * (1.0 if wider is None else wider[place])
             errors.append(np.abs(block @ self._solved[numbers]) / deviations)
             shares.append(np.full(len(numbers), 1 / len(numbers)))
         return _quantile_90(np.concatenate(errors), np.concatenate(shares)) / NORMAL_90
@@ -339,6 +386,9 @@ class TimePredictor:
         )
 
     def _width_of(self, row: MeasuredRow, kind: str) -> float:
+        if kind == RANGE:
+            width = max(self._widths[KNOWN, row.is_disaggregated], self._beyond())
+            return width * (1 + _WIDER * _distance(row, self._ranges))
         width = self._widths[kind, row.is_disaggregated]
         if kind in _OF_FACTS and not row.has_facts:
             return max(width, self._width_without_facts(kind))
@@ -362,6 +412,9 @@ class RowPredictor:
 
     def novelty(self, row: MeasuredRow) -> str:
         return self._by_target[TARGETS[0]].novelty(row)
+
+    def is_beyond(self, row: MeasuredRow) -> bool:
+        return self._by_target[TARGETS[0]].is_beyond(row)
 
     def predict(self, rows: Sequence[MeasuredRow]) -> dict[str, TimePrediction]:
         """By target."""
@@ -395,6 +448,40 @@ def _grouped(rows: Sequence[MeasuredRow], group: _Group) -> dict[tuple[str, ...]
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
         groups.setdefault(tuple(row.named(one) for one in group.columns), []).append(number)
+    return groups
+
+
+def _ranges_of(rows: Sequence[MeasuredRow]) -> dict[str, tuple[float, float]]:
+    """Least and most of each quantity that has a range."""
+    columns = {one: [row.quantity(one) for row in rows] for one in _RANGED}
+    lows = {one: min(values) for one, values in columns.items()} | {"concurrency": 0.0}
+    return {one: (lows[one], max(values)) for one, values in columns.items()}
+
+
+def _distance(row: MeasuredRow, ranges: dict[str, tuple[float, float]]) -> float:
+    """The natural logarithm of the factor by which a row is beyond one of the ranges; 0: beyond none."""
+    ratios = [max(low / row.quantity(one), row.quantity(one) / high) for one, (low, high) in ranges.items()]
+    return math.log(max(1.0, *ratios))
+
+
+def _wider_without(rows: Sequence[MeasuredRow], numbers: list[int]) -> Floats:
+    """By how much intervals of some rows are wider where the others are fitted."""
+    left_out = set(numbers)
+    ranges = _ranges_of([row for number, row in enumerate(rows) if number not in left_out])
+    return np.array([1 + _WIDER * _distance(rows[number], ranges) for number in numbers])
+
+
+def _outer_groups(rows: Sequence[MeasuredRow]) -> list[list[int]]:
+    """Numbers of the rows at each end of each range."""
+    groups: list[list[int]] = []
+    for column in _RANGED:
+        values = np.array([row.quantity(column) for row in rows])
+        for outer in (-values,) if column == "concurrency" else (values, -values):
+            steps = np.unique(outer)[:-1]
+            fewest = [step for step in steps if (outer <= step).mean() <= _OUTER]
+            group = np.flatnonzero(outer <= fewest[-1]).tolist() if fewest else []
+            if group and group not in groups:  # prefill and decode of aggregated rows have the same cards
+                groups.append(group)
     return groups
 
 

@@ -114,6 +114,50 @@ def test_unseen_cards_models_and_engines_have_wide_intervals(
         assert prediction.deviation[5] > max(prediction.deviation[1], prediction.deviation[4])
 
 
+def test_a_fit_without_facts_is_no_wiser_for_those_of_a_row(rows: list[MeasuredRow]) -> None:
+    fitted = [without_facts(row) for row in rows[:60]]
+    some = [row for row in rows[60:] if row.has_facts][:20]
+    for target in ("ttft", "tpot"):
+        predictor = TimePredictor(fitted, target)
+        known, bare = (predictor.predict(one).seconds for one in (some, list(map(without_facts, some))))
+        assert known == pytest.approx(bare)
+        measured = np.array([getattr(row, f"{target}_s") for row in some])
+        assert np.median(np.abs(known / measured - 1)) < 0.3
+
+
+def test_what_is_beyond_the_fitted_range_has_wide_intervals(rows: list[MeasuredRow]) -> None:
+    for column, end in (("isl", 8192), ("decode_gpus", 8)):
+        fitted = [row for row in rows if row.quantity(column) != end]
+        beyond = [row for row in rows if row.quantity(column) == end]
+        predictor = RowPredictor(fitted)
+        assert {predictor.novelty(row) for row in beyond} == {"new range"}
+        assert {predictor.novelty(row) for row in fitted} == {"known"}
+        known = predictor.predict(fitted)
+        for target, prediction in predictor.predict(beyond).items():
+            assert group_errors(beyond, prediction, target)["all"].within > 0.75, (column, target)
+            assert np.median(prediction.deviation) > 1.5 * np.median(known[target].deviation)
+    few = next(row for row in fitted if row.quantity("concurrency") == 1)
+    assert predictor.novelty(reloaded_row(few, 512, 1024, 0.1)) == "known", "it is hardly another load"
+    assert predictor.novelty(reloaded_row(few, 512, 1024, 256)) == "new range"
+    nearly = reloaded_row(beyond[0], 1.1 * 8192, 1024, 16)
+    assert predictor.novelty(nearly) == "new range", "of the cards"
+    assert RowPredictor(rows).novelty(nearly) == "known"
+
+
+def test_an_end_of_a_range_is_left_out_where_most_rows_remain(rows: list[MeasuredRow]) -> None:
+    lengths = [row.quantity("isl") for row in rows]
+    groups = row_prediction._outer_groups(rows)
+    assert [number for number, one in enumerate(lengths) if one == 512] in groups
+    assert all(len(one) <= 0.4 * len(rows) for one in groups)
+    assert row_prediction._outer_groups([rows[0]] * 9) == []
+
+
+def test_a_fit_to_some_rows_has_no_narrower_intervals_than_it_says(rows: list[MeasuredRow]) -> None:
+    for target in ("ttft", "tpot"):
+        predictor = TimePredictor(rows[:150], target)
+        assert min(predictor._widths["known", mode] for mode in (False, True)) == 1.0
+
+
 def test_a_fit_without_disaggregated_rows_knows_that_they_are_new(rows: list[MeasuredRow]) -> None:
     apart = next(one for one in rows if one.is_disaggregated)
     alone = RowPredictor([one for one in rows if not one.is_disaggregated])
