@@ -175,7 +175,7 @@ def test_an_answer_has_nothing_of_its_prompt(
     tokenizer: Tokenizer, with_byte_tokens: Tokenizer, of: str, prompt: str, answer: str
 ) -> None:
     one = tokenizer
-    if of == "with_byte_tokens":  # in whose texts bytes of a replacement can't be told from wrong ones
+    if of == "with_byte_tokens":  # where bytes of a replacement look like wrong ones
         one, prompt = with_byte_tokens, prompt.replace(REPLACEMENT, "é")
     detokenizer = Detokenizer(one.decode, before=tokens_of(one, "a" + prompt)[-CONTEXT_TOKENS:])
     pieces = [detokenizer.feed(token) for token in tokens_of(one, answer)]
