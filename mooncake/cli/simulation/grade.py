@@ -41,7 +41,7 @@ from mooncake.sim.silicon.measured_rows import (
     MOST_ROWS,
     TARGETS,
     MeasuredRow,
-    Measurements,
+    SeenMeasurements,
     first_of,
     read_table,
 )
@@ -313,7 +313,7 @@ def _grade_rows(halves: _Halves, seed: int) -> tuple[dict[str, Any], list[PlainT
     rows, tested, num_left_out, damaged = halves
     predictor = RowPredictor(rows, seed)
     predictions = predictor.predict(tested)
-    fitted = Measurements(rows)
+    fitted = SeenMeasurements(rows)
     same = {id(row) for row in tested if row in fitted}
     num_same = len(same)
     measured = [row for row in tested if row.has_both_times]

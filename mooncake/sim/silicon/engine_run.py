@@ -255,7 +255,7 @@ class _Arguments(msgspec.Struct):
     data_parallel_size: Limit | None = None
     enable_expert_parallel: bool | None = None
     kv_cache_size_tokens: Limit | None = None
-    "Of one engine. Only a resolved configuration has it."
+    "KV memory of one engine, which only a resolved configuration has."
 
 
 _SECTIONS = {

@@ -182,7 +182,7 @@ class MeasuredTable(NamedTuple):
         return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-class Measurements:
+class SeenMeasurements:
     """What some rows measured, whatever their ids: published tables overlap, and some are rounded.
 
     Another row is one of these where the model's architecture, the card and, to a nanosecond, both times are

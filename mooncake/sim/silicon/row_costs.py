@@ -208,7 +208,7 @@ def _error(
     coefficients: tuple[float, ...],
     is_usual: Sequence[bool],
 ) -> float:
-    """Of the predictions that are usual."""
+    """Nine of ten errors of the usual predictions."""
     fitted = np.maximum(np.array(terms) @ np.array(coefficients), 1e-9)
     misfit = float(np.quantile(np.abs(np.log(fitted / prediction.seconds))[is_usual], 0.9))
     spread = float(np.median(np.log(prediction.interval()[1] / prediction.seconds)[is_usual]))

@@ -169,7 +169,7 @@ class TimePredictor:
         self._widths_without_facts: dict[str, float] = {}
         """By what is new, of rows whose model or card is in no table; found when such a row is predicted."""
         self._width_beyond: float | None = None
-        """Of rows beyond the range of the fitted ones, likewise."""
+        """The factor for rows beyond the range of the fitted ones, likewise."""
 
     def novelty(self, row: MeasuredRow) -> str:
         """``known``, or what the fit has not seen: ``new model and card``."""

@@ -13,7 +13,7 @@ from mooncake.sim.silicon.measured_rows import (
     ESTIMATES,
     MOST_ROWS,
     MeasuredRow,
-    Measurements,
+    SeenMeasurements,
     card_name,
     engine_name,
     first_of,
@@ -85,7 +85,7 @@ def test_a_measurement_is_the_same_when_it_is_rounded(tmp_path: Path) -> None:
     times = {"silicon_ttft_ms": 205.123456, "silicon_tpot_ms": 10.987654}
     rounded = {"silicon_ttft_ms": 205.12, "silicon_tpot_ms": 10.99}
     cut = {"silicon_ttft_ms": 205.12, "silicon_tpot_ms": 10.98}
-    whole, coarse = (Measurements(measured(path, row_of(**one))) for one in (times, rounded))
+    whole, coarse = (SeenMeasurements(measured(path, row_of(**one))) for one in (times, rounded))
     for other, expected in (
         (row_of(**times, backend="other"), True),
         (row_of(**times, osl=7), True),
@@ -107,7 +107,7 @@ def test_a_measurement_is_the_same_when_it_is_rounded(tmp_path: Path) -> None:
 def test_a_row_without_a_time_is_the_same_measurement_by_the_other(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     times = {"silicon_ttft_ms": 205.123456, "silicon_tpot_ms": 10.987654}
-    whole = Measurements(measured(path, row_of(**times)))
+    whole = SeenMeasurements(measured(path, row_of(**times)))
     for changes, expected in (
         ({"silicon_tpot_ms": ""}, True),
         ({"silicon_ttft_ms": "nan"}, True),
