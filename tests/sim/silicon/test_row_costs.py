@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.sim.silicon.measured_rows import configured_row, reloaded_row
-from mooncake.sim.silicon.row_costs import RowCosts
+from mooncake.sim.silicon.measured_rows import MeasuredRow, configured_row, reloaded_row
+from mooncake.sim.silicon.row_costs import RowCosts, fit_node
+from mooncake.sim.silicon.row_prediction import RowPredictor, TimePrediction
 from tests.sim.silicon.row_table import write_rows
 
 PROMPT_S, STEP_S, REQUEST_S = 1e-4, 0.01, 2e-4
@@ -72,19 +76,31 @@ def test_what_has_no_rows_is_an_estimate_with_wide_errors(table: Path) -> None:
     assert estimated.num_gpus == 4
 
 
-def test_no_step_reads_the_kv_faster_than_the_memory_allows(tmp_path: Path) -> None:
-    rows = [
-        measured(length, load, model_path="meta-llama/Llama-3.1-70B", tp_size=4)
-        for length in (512, 1024, 2048)  # so short that none shows what the context costs
-        for load in (1, 2, 4, 8, 16, 32)
-    ]
-    name = RowCosts.parse(f"{write_rows(tmp_path / 'rows.csv', rows)}:Llama-3.1-70B@h100")
-    assert name is not None
-    costs = name.costs()
-    read_s = costs.kv_bytes_per_token / (4 * 3.35e12)
-    assert costs.decode.per_token_s >= read_s * 0.999
-    assert costs.decode.seconds(64, 64 * 32_768) > 64 * 32_768 * read_s
-    assert costs.decode.seconds(1, 1024) == pytest.approx(STEP_S, rel=0.3)
+class _FlatPredictor:
+    """Predictions in which the context of answers costs nothing."""
+
+    def predict(self, rows: Sequence[MeasuredRow]) -> dict[str, TimePrediction]:
+        prompt_s = np.array([row.quantity("isl") * PROMPT_S for row in rows])
+        batch = np.array([row.quantity("concurrency") for row in rows])
+        tpot_s = (
+            STEP_S
+            + REQUEST_S * batch
+            + (batch - 1) * prompt_s / np.array([row.quantity("osl") for row in rows])
+        )
+        return {
+            name: TimePrediction(seconds, np.full(len(rows), 0.1))
+            for name, seconds in (("ttft", prompt_s), ("tpot", tpot_s))
+        }
+
+
+def test_no_step_reads_the_kv_faster_than_the_memory_allows() -> None:
+    like = configured_row("meta-llama/Llama-3.1-70B", "h100", "vllm", "fp8", 4)
+    fit = fit_node(cast(RowPredictor, _FlatPredictor()), like)
+    read_s = 327_680 / (4 * 3.35e12)
+    assert fit.decode.per_token_s == pytest.approx(read_s)
+    assert fit.decode.seconds(1, 1024) == pytest.approx(STEP_S, rel=0.3)
+    unknown = configured_row("someone/Unheard-Of", "h100", "vllm", "fp8", 4)
+    assert fit_node(cast(RowPredictor, _FlatPredictor()), unknown).decode.per_token_s < 0.01 * read_s
 
 
 def test_a_long_prompt_takes_the_time_of_its_attention(table: Path) -> None:
