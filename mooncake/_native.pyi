@@ -3,7 +3,8 @@
 
 Only ``mooncake.transfer.transports`` (and ``mooncake.transfer``, which re-exports) imports this. Methods
 marked *unlocked* release the interpreter lock while they work or wait. No native thread calls Python.
-A forked child may drop these objects but not use them: threads do not survive a fork.
+A forked child may drop these objects but not use them: threads do not survive a fork. It has none of their
+sockets, and its transfers end as CANCELLED with that reason.
 """
 
 from collections.abc import Sequence

@@ -6,23 +6,25 @@
 
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "own_process.h"
 #include "tls.h"
 
 namespace mooncake {
 
 class Channel {
  public:
-  explicit Channel(int socket, std::unique_ptr<TlsSession> tls = nullptr) : socket_(socket), tls_(std::move(tls)) {}
+  explicit Channel(int socket, std::unique_ptr<TlsSession> tls = nullptr) : socket_(socket), tls_(std::move(tls)) {
+    leave_to_parent(socket_);
+  }
   ~Channel() {
     tls_.reset();
-    if (socket_ >= 0) ::close(socket_);
+    if (socket_ >= 0) close_own(socket_);
   }
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;

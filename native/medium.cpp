@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -18,9 +17,6 @@ namespace {
 constexpr auto kWorkerIdle = std::chrono::seconds(10);
 constexpr auto kLook = std::chrono::milliseconds(20);
 }  // namespace
-
-OwnProcess::OwnProcess() : pid_(getpid()) {}
-OwnProcess::operator bool() const { return getpid() == pid_; }
 
 std::string reason_of(int error) {
   switch (error) {

@@ -21,17 +21,6 @@
 
 namespace mooncake {
 
-// True in the process that constructed it, false in its forked children: threads do not survive a
-// fork, so a child must not wait for them.
-class OwnProcess {
- public:
-  OwnProcess();
-  explicit operator bool() const;
-
- private:
-  int pid_;
-};
-
 struct Outcome {
   Status status = Status::kOk;
   int error = 0;  // with kIoError: the errno that says what went wrong

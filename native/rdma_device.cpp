@@ -190,6 +190,7 @@ void RdmaDevice::release(Registration* registration) {
 }
 
 void RdmaDevice::forget(const Region& region) {
+  if (!own_process_) return;
   std::unique_lock lock(mutex_);
   auto found = registered_.find(&region);
   if (found == registered_.end()) return;

@@ -43,7 +43,7 @@ bool is_same_user(int socket) {
 
 }  // namespace
 
-SharingSocket::~SharingSocket() { ::close(fd); }
+SharingSocket::~SharingSocket() { close_own(fd); }
 
 bool SharingSocket::send(const SharingMessage& message, int descriptor) const {
   iovec part{const_cast<SharingMessage*>(&message), sizeof message};
@@ -247,6 +247,7 @@ SharingTransport::SharingTransport(std::shared_ptr<RegionTable> regions, uint64_
       if (fd >= 0) ::close(fd);
     throw std::system_error(error, std::generic_category(), "shared memory socket");
   }
+  leave_to_parent(listener_);
   for (int fd : {listener_, wakeup_}) {
     epoll_event event{};
     event.events = EPOLLIN, event.data.fd = fd;
@@ -270,7 +271,7 @@ void SharingTransport::start() {
 
 // Set to -1, because their numbers go to the next files that this process opens.
 void SharingTransport::close_descriptors() {
-  for (int* fd : {&listener_, &epoll_, &wakeup_}) ::close(std::exchange(*fd, -1));
+  for (int* fd : {&listener_, &epoll_, &wakeup_}) close_own(std::exchange(*fd, -1));
 }
 
 void SharingTransport::close() {
@@ -459,6 +460,7 @@ void SharingTransport::drop(Link* link) {
 // Takes the region back from all peers that mapped it. One that does not confirm in time hangs or is
 // malicious: the connection is cut, and when it wakes up it finds its peer lost.
 void SharingTransport::region_closed(const Region& region) {
+  if (!own_process_) return;
   std::unique_lock lock(mutex_);
   if (closing_) return;
   SharingMessage message;

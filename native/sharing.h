@@ -43,7 +43,7 @@ struct SharingMessage {
 
 // A socket that two may hold; closed when the second lets go.
 struct SharingSocket {
-  explicit SharingSocket(int fd) : fd(fd) {}
+  explicit SharingSocket(int fd) : fd(fd) { leave_to_parent(fd); }
   ~SharingSocket();
   const int fd;
   bool send(const SharingMessage& message, int descriptor = -1) const;  // false: the peer is gone or hangs

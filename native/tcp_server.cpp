@@ -457,7 +457,7 @@ struct TcpServer::Loop {
 
   void wake() { bell->ring(); }
   ~Loop() {
-    for (int socket : offered) ::close(socket);
+    for (int socket : offered) close_own(socket);
     ::close(epoll);
   }
 };
@@ -473,6 +473,7 @@ int TcpServer::listen_at(const std::string& host, int port) {
   int listener = ::socket(address->storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (listener < 0) fail("socket");
   listeners_.push_back(listener);
+  leave_to_parent(listener);
   int one = 1;
   setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
   auto* name = reinterpret_cast<sockaddr*>(&address->storage);
@@ -523,7 +524,7 @@ void TcpServer::close() {
   for (auto& loop : loops_) loop->wake();
   for (auto& loop : loops_)
     if (loop->thread.joinable()) loop->thread.join();
-  for (int listener : listeners_) ::close(listener);
+  for (int listener : listeners_) close_own(listener);
   loops_.clear();
 }
 
@@ -539,6 +540,7 @@ void TcpServer::accept_all(int listener) {
       ::close(socket);
       continue;
     }
+    leave_to_parent(socket);
     num_connections_++;
     tune(socket);
     int one = 1;

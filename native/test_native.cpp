@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cassert>
@@ -97,6 +98,44 @@ void test_regions() {
   assert(!table.allocate(1ull << 60, true, true, error) && !error.empty());
   table.remove_all();
   assert(table.all().empty());
+}
+
+// A forked child has other files under the numbers of its parent's sockets, and moves nothing for it.
+void test_forked_children() {
+  auto table = std::make_shared<RegionTable>();
+  std::vector<uint8_t> memory(100, 0);
+  RegionRef local = table->add(address_of(memory.data()), memory.size(), true);
+  auto peer = std::make_shared<TcpPeer>(table, std::vector<RemoteRegion>{{5000, 100, 3}},
+                                        *TcpAddress::parse("127.0.0.1", 1), 7, 1);
+  auto queue = std::make_shared<Queue>();
+  int ends[2], go_on[2];
+  assert(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0 && pipe(go_on) == 0);
+  leave_to_parent(ends[0]);
+  OwnProcess own;
+  assert(own);
+  pid_t child = fork();
+  if (child == 0) {
+    char byte = 0;
+    bool is_right = !own && OwnProcess() && send(ends[0], &byte, 1, MSG_NOSIGNAL) < 0 && errno == ENOTSOCK;
+    close(go_on[1]);
+    Completion done = peer->run(request(Op::kRead, {{local->address, 5000, 10}}));
+    is_right &= done.status == Status::kCancelled && done.reason.find("forked") != std::string::npos;
+    int64_t failed = -1;
+    peer->submit(queue, 4, request(Op::kRead, {{local->address, 5000, 10}}), failed);
+    auto drained = queue->drain(1, 0);
+    is_right &= drained.size() == 1 && drained[0].status == Status::kCancelled && drained[0].token == 4;
+    peer->cancel();
+    is_right &= read(go_on[0], &byte, 1) == 0;  // until the parent has seen the end of its socket
+    _exit(is_right ? 0 : 1);
+  }
+  close_own(ends[0]);
+  char byte;
+  assert(recv(ends[1], &byte, 1, 0) == 0);
+  close(go_on[0]), close(go_on[1]), close(ends[1]);
+  int status;
+  assert(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  assert(own);
+  peer->close();
 }
 
 void test_queue() {
@@ -638,6 +677,7 @@ int main(int argc, char** argv) {
   Tests tests = {
       {"checksums", test_checksums},
       {"regions", test_regions},
+      {"forked children", test_forked_children},
       {"queue", test_queue},
       {"wire", test_wire},
       {"moving over tcp", [] { test_moving(true); }},

@@ -17,6 +17,14 @@ namespace mooncake {
 namespace {
 constexpr auto kWorkerIdle = std::chrono::seconds(10);
 
+// In a forked child.
+[[gnu::cold]] Completion refused() {
+  Completion completion;
+  completion.status = Status::kCancelled;
+  completion.reason = "the peer was opened before this process was forked; make an engine in this process";
+  return completion;
+}
+
 // By address; ranges may overlap, so the nearest start need not be the region, but nearly always is.
 const RemoteRegion* region_of(const std::vector<RemoteRegion>& regions, uint64_t address, uint64_t length) {
   auto after = std::upper_bound(regions.begin(), regions.end(), address,
@@ -94,6 +102,7 @@ bool Peer::prepare(Job& job, Completion& completion) {
 }
 
 Completion Peer::run(Request request) {
+  if (!own_process_) return refused();
   Job job(std::move(request));
   Completion completion;
   if (!prepare(job, completion) || completion.num_bytes == 0) {
@@ -150,7 +159,16 @@ Completion Peer::execute_part(Job& whole, Job& part) {
 Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& failed_slice) {
   auto job = std::make_unique<Job>(std::move(request));
   Completion completion;
-  completion.token = token;
+  auto end = [&] {
+    job.reset();  // the caller has its memory back
+    completion.token = token;
+    queue->push(std::move(completion));
+    return Status::kOk;
+  };
+  if (!own_process_) {
+    completion = refused();
+    return end();
+  }
   bool is_ready = prepare(*job, completion);
   if (completion.status == Status::kUnregistered) {
     failed_slice = completion.failed_slice;
@@ -158,16 +176,12 @@ Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& fa
   }
   if (!is_ready || completion.num_bytes == 0) {
     if (is_ready && job->request.checksum) completion.checksums.resize(job->request.slices.size());
-    completion.token = token;
-    queue->push(std::move(completion));
-    return Status::kOk;
+    return end();
   }
   std::lock_guard lock(mutex_);
   if (closed_) {
     completion = job->failed(Status::kCancelled);
-    completion.token = token;
-    queue->push(std::move(completion));
-    return Status::kOk;
+    return end();
   }
   line_up({std::move(queue), token, std::make_unique<Pieces>(std::move(job))}, false);
   if (static_cast<size_t>(num_idle_) >= queued_.size() || num_workers_ == max_workers_) offered_.notify_one();
@@ -276,6 +290,7 @@ void Peer::stop_all(Status status) {
 }
 
 void Peer::cancel() {
+  if (!own_process_) return;
   std::unique_lock lock(mutex_);
   fail_queued(Status::kCancelled);
   stop_all(Status::kCancelled);
@@ -299,6 +314,7 @@ void Peer::close() {
 }
 
 void Peer::region_closed(const Region& region) {
+  if (!own_process_) return;  // the jobs that this child knows are its parent's
   std::lock_guard lock(mutex_);
   for (Job* job : active_) {
     auto uses = [&](const RegionRef& used) { return used.get() == &region; };

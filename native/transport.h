@@ -21,6 +21,7 @@
 #include <optional>
 #include <vector>
 
+#include "own_process.h"
 #include "queue.h"
 #include "region.h"
 #include "slice.h"
@@ -75,7 +76,8 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   // The completion carries `token` to `queue`. kUnregistered: refused on the spot, nothing will come.
   Status submit(QueueRef queue, uint64_t token, Request request, int64_t& failed_slice);
   void set_remote(std::vector<RemoteRegion> remote);
-  // Fails everything queued or under way; when it returns no local memory is touched on its behalf.
+  // Fails everything queued or under way; when it returns no local memory is touched on its behalf. In a forked child
+  // it does nothing, and nothing can be moved there: the connections are the parent's.
   void cancel();
   void close();  // cancel, and refuse whatever comes later
   virtual bool is_lost() const { return false; }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -280,7 +281,9 @@ class PeerTable:
         self._opened: dict[tuple[str, int], RemoteSegment] = {}
         self._named: dict[str, tuple[RemoteSegment, float]] = {}
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._refusal = ""
+        """Reason why no segment is opened now; empty: there is none."""
+        _tables.add(self)
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -288,8 +291,8 @@ class PeerTable:
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """See ``TransferEngine.open``."""
         with self._lock:
-            if self._is_closed:
-                raise Unavailable(f"open {descriptor.name}: this engine is closed; make another one")
+            if self._refusal:
+                raise Unavailable(f"open {descriptor.name}: {self._refusal}")
             key = (descriptor.name, descriptor.epoch)
             segment = self._opened.get(key)
             if segment is None:
@@ -318,11 +321,21 @@ class PeerTable:
     def close(self) -> None:
         """Forget all segments, and open no more."""
         with self._lock:
-            self._is_closed = True
+            self._refusal = "this engine is closed; make another one"
         for segment in list(self._opened.values()):
             segment.close()
         self._opened.clear()
         self._named.clear()
+
+    def leave_to_parent(self) -> None:
+        """Refuse everything in a forked child: the connections and their threads are those of its parent.
+
+        The locks may be held by threads that are not here, so none is taken.
+        """
+        self._lock = threading.Lock()
+        self._refusal = "this engine is that of the process that forked this one; make another one here"
+        for segment in self._opened.values():
+            segment.reason, segment.is_replaced, segment.may_be_stale = self._refusal, True, True
 
     def require_name_service(self) -> NameService:
         """Return the name service; raises InvalidArgument when the engine was made without metadata."""
@@ -405,3 +418,14 @@ class PeerTable:
                 if not segment.source or self.name_service is None:
                     raise
         return self.require_name_service().find(segment.source)
+
+
+_tables: weakref.WeakSet[PeerTable] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for table in list(_tables):
+        table.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

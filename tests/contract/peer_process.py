@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that serves memory: prints its descriptor, then obeys one-letter lines until stdin ends.
 
-``c`` closes the engine, ``u`` unregisters the region; each is answered with a line.
+``c`` closes the engine, ``u`` unregisters the region, ``f`` forks a child that lives until stdin ends; each
+is answered with a line.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def main(transport: str, size_bytes: int) -> None:
             engine.close()
         elif line.strip() == "u":
             engine.unregister(region)
+        elif line.strip() == "f" and os.fork() == 0:
+            sys.stdin.read()
+            os._exit(0)
         print("done", flush=True)
 
 

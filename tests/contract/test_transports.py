@@ -29,6 +29,7 @@ from mooncake.transfer import (
     TransferEngine,
     crc32c,
 )
+from mooncake.transfer.batch import transfer_columns
 from mooncake.transfer.descriptor import decode_descriptor
 from mooncake.transfer.transports.cuda import why_unavailable
 from mooncake.transfer.transports.rdma import usable_devices
@@ -640,6 +641,24 @@ def test_a_killed_peer_is_lost_soon(transport: str, start_peer: Callable[..., Pe
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ACROSS)
+def test_a_killed_peer_is_lost_although_its_forked_child_lives(
+    transport: str, start_peer: Callable[..., PeerProcess]
+) -> None:
+    peer = start_peer(transport)
+    with engine_with(transport) as near:
+        here = near.allocate(4096)
+        move = (near.open(peer.descriptor), [here.address], [peer.descriptor.regions[0].address], [4096])
+        assert is_ok(near.run(Op.WRITE, *move), 4096)
+        peer.say("f")
+        assert is_ok(near.run(Op.WRITE, *move), 4096), "the child has cut its parent's connections"
+        peer.process.kill()
+        peer.process.wait()
+        lost = Status.PEER_LOST
+        wait_until(lambda: near.run(Op.READ, *move, timeout_s=0.5).status == lost, "the loss", timeout_s=10)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ACROSS)
 def test_a_restarted_peer_is_another(transport: str, start_peer: Callable[..., PeerProcess]) -> None:
     """Old descriptor, new process at the same endpoint: the epochs differ."""
     peer, other = start_peer(transport), start_peer(transport)
@@ -739,6 +758,38 @@ while status == Status.OK:
     status = engine.run(*move).status
 print(status.name, flush=True)
 """
+
+
+def test_a_forked_child_moves_nothing_over_its_parents_connections(pair: Pair) -> None:
+    """Both would read the answers of one connection. The child's error says so at once, and what to do."""
+    _, here = pair.buffer(1000)
+    move = (pair.segment, [here.address], [pair.pool.address], [1000])
+    assert is_ok(pair.near.run(Op.WRITE, *move), 1000)
+    connection = pair.segment.connection(pair.segment.paths[0], 5)
+    assert connection is not None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said: list[object] = []
+        try:
+            said.append(pair.near.run(Op.READ, *move).status.name)
+            columns = transfer_columns(*move[1:])
+            done = connection.run(Op.READ, columns.local, columns.remote, columns.lengths, 5.0, False)
+            said.append((done.status.name, done.reason))
+            said.append(pair.segment)
+        except BaseException as error:
+            said.append(error)
+        os.write(writing, repr(said).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said_there = os.read(reading, 4096).decode()
+    os.close(reading)
+    os.close(writing)
+    assert said_there.startswith("['PEER_LOST', "), said_there
+    assert "that of the process that forked this one; make another one here" in said_there
+    if pair.segment.paths != ("local",):  # whose connections are this engine's Python objects
+        assert "('CANCELLED', 'the peer was opened before this process was forked" in said_there
+    assert is_ok(pair.near.run(Op.READ, *move), 1000)
 
 
 @pytest.mark.processes
