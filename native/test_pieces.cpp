@@ -80,10 +80,11 @@ struct Bench {
     queue = std::make_shared<Queue>();
   }
   ~Bench() { peer->close(); }
-  void submit(uint64_t token, std::vector<Slice> slices, int priority, bool reports = false, bool checksum = false) {
+  void submit(uint64_t token, std::vector<Slice> slices, int priority, bool reports = false, bool checksum = false,
+              Clock::duration patience = 60s) {
     int64_t failed = -1;
     Status status = peer->submit(
-        queue, token, {Op::kWrite, std::move(slices), checksum, Clock::now() + 60s, priority, reports}, failed);
+        queue, token, {Op::kWrite, std::move(slices), checksum, Clock::now() + patience, priority, reports}, failed);
     assert(status == Status::kOk && failed == -1);
   }
   Completion next() {
@@ -177,6 +178,44 @@ void test_jobs_without_a_thread_end() {
   }
 }
 
+// While the worker is busy with a peer that hangs, jobs end when their time is over.
+void test_late_jobs_end_in_the_queue() {
+  Bench bench(100);
+  bench.submit(1, {{bench.start, kFar, 10}}, 0);
+  bench.peer->wait_for_piece(1);
+  bench.submit(2, {{bench.start, kFar, 10}}, 0, false, false, 30ms);
+  bench.submit(3, {{bench.start, kFar, 10}}, 9);
+  bench.submit(4, {{bench.start, kFar, 10}}, 5, false, false, 10ms);
+  uint64_t ended = 0;
+  for (int i = 0; i < 2; i++) {
+    Completion done = bench.next();
+    assert(done.status == Status::kTimedOut && !done.is_partial);
+    ended += done.token;
+  }
+  assert(ended == 2 + 4);
+  bench.submit(5, {{bench.start, kFar, 10}}, 0, false, false, 10ms);  // one that is watched from the start
+  assert(bench.next().token == 5);
+  bench.peer->open_gate(2);
+  for (uint64_t token : {1, 3}) {
+    Completion done = bench.next();
+    assert(done.token == token && done.status == Status::kOk);
+  }
+}
+
+// So does one that has begun and waits for a more urgent one to end.
+void test_a_late_job_ends_between_its_pieces() {
+  Bench bench(3 * kPieceBytes);
+  bench.submit(1, {{bench.start, kFar, 3 * kPieceBytes}}, 0, false, false, 1s);
+  bench.peer->wait_for_piece(1);
+  bench.submit(2, {{bench.start, kFar, 10}}, 5);
+  bench.peer->open_gate(1);
+  Completion done = bench.next();
+  assert(done.token == 1 && done.status == Status::kTimedOut);
+  bench.peer->open_gate(1);
+  done = bench.next();
+  assert(done.token == 2 && done.status == Status::kOk);
+}
+
 void test_random_jobs_end_once_and_right(uint64_t seed) {
   std::mt19937_64 rng(seed);
   Bench bench(2 * kPieceBytes + 4321, 2);
@@ -223,6 +262,8 @@ int main(int argc, char** argv) {
   test_a_cancellation_between_pieces_is_final();
   test_empty_slices_are_no_piece_of_their_own();
   test_jobs_without_a_thread_end();
+  test_late_jobs_end_in_the_queue();
+  test_a_late_job_ends_between_its_pieces();
   for (int round = 0; round < rounds / 30 + 1; round++) test_random_jobs_end_once_and_right(seed * 1000 + round);
   printf("pieces: all well (seed %llu)\n", static_cast<unsigned long long>(seed));
 }

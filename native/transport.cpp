@@ -184,8 +184,17 @@ Status Peer::submit(QueueRef queue, uint64_t token, Request request, int64_t& fa
     return end();
   }
   line_up({std::move(queue), token, std::make_unique<Pieces>(std::move(job))}, false);
-  if (static_cast<size_t>(num_idle_) >= queued_.size() || num_workers_ == max_workers_) offered_.notify_one();
-  else if (!add_worker() && num_workers_ == 0) fail_queued(Status::kIoError, EAGAIN);
+  if (static_cast<size_t>(num_idle_) >= queued_.size()) {
+    offered_.notify_one();
+    return Status::kOk;
+  }
+  bool has_new_worker = num_workers_ < max_workers_ && add_worker();
+  if (num_workers_ == 0) {
+    fail_queued(Status::kIoError, EAGAIN);
+    return Status::kOk;
+  }
+  offered_.notify_one();
+  if (!has_new_worker || queued_.size() > 1) watch_deadlines();
   return Status::kOk;
 }
 
@@ -211,6 +220,7 @@ void Peer::Queued::report() const {
 // With the mutex held: behind its equals, or before them when it has begun already.
 void Peer::line_up(Queued item, bool again) {
   int priority = item.pieces->request().priority;
+  earliest_deadline_ = std::min(earliest_deadline_, item.pieces->request().deadline);
   auto place = std::find_if(queued_.begin(), queued_.end(), [&](const Queued& other) {
     int its = other.pieces->request().priority;
     return again ? its <= priority : its < priority;
@@ -255,8 +265,10 @@ void Peer::work() {
     }
     Queued next = std::move(queued_.front());
     queued_.pop_front();
+    if (queued_.empty()) earliest_deadline_ = Clock::time_point::max();
     if (!carry_pieces(lock, next)) {
       line_up(std::move(next), true);
+      watch_deadlines();
       continue;
     }
     lock.unlock();
@@ -267,15 +279,63 @@ void Peer::work() {
   changed_.notify_all();
 }
 
+// With the mutex held: one that leaves the queue without a worker.
+void Peer::end_queued(Queued& item, Status status, int error) {
+  Completion completion;
+  completion.status = status, completion.error = error;
+  if (status == Status::kIoError) completion.reason = reason_of(error);
+  item.pieces->finish(std::move(completion));
+  item.report();
+}
+
 void Peer::fail_queued(Status status, int error) {
-  for (Queued& item : queued_) {
-    Completion completion;
-    completion.status = status, completion.error = error;
-    if (status == Status::kIoError) completion.reason = reason_of(error);
-    item.pieces->finish(std::move(completion));
-    item.report();
-  }
+  for (Queued& item : queued_) end_queued(item, status, error);
   queued_.clear();
+  earliest_deadline_ = Clock::time_point::max();
+}
+
+// With the mutex held: ends what has waited for too long, and finds the next deadline.
+void Peer::end_late() {
+  auto now = Clock::now();
+  earliest_deadline_ = Clock::time_point::max();
+  std::erase_if(queued_, [&](Queued& item) {
+    Clock::time_point deadline = item.pieces->request().deadline;
+    if (deadline > now) {
+      earliest_deadline_ = std::min(earliest_deadline_, deadline);
+      return false;
+    }
+    end_queued(item, Status::kTimedOut);
+    return true;
+  });
+}
+
+// With the mutex held: there may be more in the queue than workers that take it soon. Where the system gives no
+// thread for it, what is too late ends when a worker takes it.
+void Peer::watch_deadlines() {
+  if (has_watcher_) {
+    if (earliest_deadline_ < watched_until_) sooner_.notify_one();
+    return;
+  }
+  try {
+    std::thread([self = shared_from_this()] { self->watch(); }).detach();
+    has_watcher_ = true;
+  } catch (const std::exception&) {  // as in add_worker()
+  }
+}
+
+// The thread that ends late jobs; leaves as workers do.
+void Peer::watch() {
+  std::unique_lock lock(mutex_);
+  while (!closed_) {
+    end_late();
+    bool is_idle = queued_.empty();
+    watched_until_ = is_idle ? Clock::now() + kWorkerIdle : earliest_deadline_;
+    bool is_awake =
+        sooner_.wait_until(lock, watched_until_, [&] { return closed_ || earliest_deadline_ < watched_until_; });
+    if (is_idle && !is_awake && queued_.empty()) break;
+  }
+  has_watcher_ = false;
+  changed_.notify_all();
 }
 
 void Peer::stop(Job& job, Status status) {
@@ -306,10 +366,11 @@ void Peer::close() {
     std::lock_guard lock(mutex_);
     closed_ = true;
     offered_.notify_all();
+    sooner_.notify_all();
   }
   cancel();
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return num_workers_ == 0 && active_.empty(); });
+  changed_.wait(lock, [&] { return num_workers_ == 0 && !has_watcher_ && active_.empty(); });
   release();
 }
 

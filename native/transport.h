@@ -11,6 +11,8 @@
 //
 //     run     ──────────────▶ execute() in the caller's thread: no hand-over, lowest latency
 //     submit  ──▶ worker ───▶ execute() ──▶ Queue     in pieces, the most urgent job first
+//
+// While all workers are busy, perhaps with a peer that hangs, one more thread ends what waits for them in time.
 #pragma once
 
 #include <atomic>
@@ -121,7 +123,11 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   void line_up(Queued item, bool again);
   bool carry_pieces(std::unique_lock<std::mutex>& lock, Queued& item);
   bool add_worker();
+  void end_queued(Queued& item, Status status, int error = 0);
   void fail_queued(Status status, int error = 0);
+  void end_late();
+  void watch_deadlines();
+  void watch();
 
   std::shared_ptr<const std::vector<RemoteRegion>> remote_;
   const int max_workers_;
@@ -132,6 +138,11 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
   std::vector<Job*> active_;
   std::deque<Queued> queued_;  // most urgent first, then oldest
   std::condition_variable offered_;
+  // Of those in the queue, or of one that has left it since.
+  Clock::time_point earliest_deadline_ = Clock::time_point::max();
+  bool has_watcher_ = false;
+  Clock::time_point watched_until_{};  // when the watcher looks next
+  std::condition_variable sooner_;
   OwnProcess own_process_;
 };
 

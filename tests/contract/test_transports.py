@@ -700,6 +700,28 @@ def test_a_hung_peer_costs_its_deadline_and_no_more(
 
 
 @pytest.mark.processes
+def test_a_submitted_batch_ends_at_its_deadline_while_others_wait_for_the_peer(
+    start_peer: Callable[..., PeerProcess],
+) -> None:
+    peer = start_peer("tcp")
+    with engine_with("tcp", num_streams=1) as near:
+        here = near.allocate(4 * MIB)
+        move = (near.open(peer.descriptor), [here.address], [peer.descriptor.regions[0].address], [4 * MIB])
+        assert is_ok(near.run(Op.READ, *move), 4 * MIB)
+        peer.freeze()
+        queue = near.new_queue()
+        for token in range(4):  # more than there are threads
+            near.submit(queue, token, Op.READ, *move, timeout_s=60.0)
+        near.submit(queue, 9, Op.READ, *move, timeout_s=0.1)
+        (ended,) = queue.drain(timeout_s=20.0)
+        assert (ended.token, ended.status) == (9, Status.TIMED_OUT)
+        peer.process.send_signal(signal.SIGCONT)
+        for _ in range(4):
+            (ended,) = queue.drain(1, timeout_s=20.0)
+            assert is_ok(ended, 4 * MIB)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ACROSS)
 def test_one_slice_of_a_peer_that_hangs_or_dies(
     transport: str, start_peer: Callable[..., PeerProcess]
