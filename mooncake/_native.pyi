@@ -135,10 +135,13 @@ class RegionTable:
         ``direct`` and ``ring`` are preferences, see ``Region.how``; ``depth`` reads and writes go at once.
         *Unlocked.* OSError when it cannot be opened.
         """
-    def add(self, address: int, size_bytes: int, is_writable: bool) -> Region:
-        """Register memory of another owner."""
+    def add(self, address: int, size_bytes: int, is_writable: bool, is_brief: bool = False) -> Region:
+        """Register memory of another owner; ``is_brief``: for one operation of the owner."""
     def remove(self, key: int) -> None:
-        """Unregister. When it returns nothing touches the memory, whatever a peer does. *Unlocked.*"""
+        """Unregister. When it returns nothing touches the memory, whatever a peer does. *Unlocked.*
+
+        A brief region is found no more, but stays open for jobs of other operations with overlapping regions.
+        """
     def remove_all(self) -> None: ...
     def all(self) -> list[Region]:
         """All regions, by address."""

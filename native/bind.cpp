@@ -270,7 +270,7 @@ void bind_regions(nb::module_& m) {
             return self.add_medium(file->address(), file->size(), is_writable, "file", file);
           },
           "path"_a, "size_bytes"_a, "is_writable"_a, "direct"_a, "ring"_a, "depth"_a)
-      .def("add", &RegionTable::add, "address"_a, "size_bytes"_a, "is_writable"_a)
+      .def("add", &RegionTable::add, "address"_a, "size_bytes"_a, "is_writable"_a, "is_brief"_a = false)
       .def("remove", &RegionTable::remove, "key"_a, nb::call_guard<Unlocked>())
       .def("remove_all", &RegionTable::remove_all, nb::call_guard<Unlocked>())
       .def("all", &RegionTable::all);

@@ -57,8 +57,8 @@ uint64_t random_key() {
   return key;
 }
 
-Region::Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable)
-    : address(address), size(size), key(key), fd(fd), is_writable(is_writable) {}
+Region::Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable, bool is_brief)
+    : address(address), size(size), key(key), fd(fd), is_writable(is_writable), is_brief(is_brief) {}
 
 Region::Region(uint64_t address, uint64_t size, uint64_t key, bool is_writable, std::string kind,
                std::shared_ptr<Medium> medium)
@@ -133,8 +133,8 @@ RegionRef RegionTable::allocate(uint64_t size, bool huge_pages, bool populate, s
   return region;
 }
 
-RegionRef RegionTable::add(uint64_t address, uint64_t size, bool is_writable) {
-  auto region = std::make_shared<Region>(address, size, random_key(), -1, is_writable);
+RegionRef RegionTable::add(uint64_t address, uint64_t size, bool is_writable, bool is_brief) {
+  auto region = std::make_shared<Region>(address, size, random_key(), -1, is_writable, is_brief);
   insert(region);
   return region;
 }
@@ -153,8 +153,20 @@ void RegionTable::insert(const RegionRef& region) {
   largest_ = std::max(largest_, region->size);
 }
 
+// Whether a registered region overlaps with this one, which has left the table.
+bool RegionTable::has_another_around(const Region& region) const {
+  auto entry = by_address_.lower_bound(region.address + region.size);
+  while (entry != by_address_.begin()) {
+    --entry;
+    if (entry->second->overlaps(region)) return true;
+    if (entry->first < region.address && region.address - entry->first > largest_) break;
+  }
+  return false;
+}
+
 void RegionTable::remove(uint64_t key) {
   RegionRef region;
+  std::vector<RegionRef> unused;  // removed before, and their last job has ended since
   {
     std::unique_lock lock(mutex_);
     auto found = by_key_.find(key);
@@ -163,8 +175,19 @@ void RegionTable::remove(uint64_t key) {
     by_key_.erase(found);
     auto [begin, end] = by_address_.equal_range(region->address);
     by_address_.erase(std::find_if(begin, end, [&](auto& entry) { return entry.second == region; }));
+    auto is_used = [](const RegionRef& removed) { return removed->is_used(); };
+    auto middle = std::stable_partition(removed_.begin(), removed_.end(), is_used);
+    unused.assign(std::make_move_iterator(middle), std::make_move_iterator(removed_.end()));
+    removed_.erase(middle, removed_.end());
+    // Where no other region is around it, its jobs are its own operation's, whose memory may go when we return.
+    if (region->is_brief && region->is_used() && has_another_around(*region)) removed_.push_back(std::move(region));
   }
-  region->close();
+  if (region) close(*region);
+  for (const RegionRef& removed : unused) close(*removed);
+}
+
+void RegionTable::close(Region& region) {
+  region.close();
   std::vector<std::shared_ptr<RegionListener>> listeners;
   {
     std::lock_guard lock(listeners_mutex_);
@@ -172,19 +195,31 @@ void RegionTable::remove(uint64_t key) {
     for (auto& weak : listeners_)
       if (auto listener = weak.lock()) listeners.push_back(std::move(listener));
   }
-  for (auto& listener : listeners) listener->region_closed(*region);
+  for (auto& listener : listeners) listener->region_closed(region);
 }
 
 void RegionTable::remove_all() {
-  for (auto& region : all()) remove(region->key);
+  std::vector<RegionRef> regions;
+  {
+    std::unique_lock lock(mutex_);
+    regions.swap(removed_);
+    for (auto& [address, region] : by_address_) regions.push_back(region);
+    by_address_.clear(), by_key_.clear();
+  }
+  for (const RegionRef& region : regions) close(*region);
 }
 
-RegionRef RegionTable::find_local(uint64_t address, uint64_t length) const {
+// Counted under the mutex, so that remove() knows of every job that has found a brief region.
+RegionRef RegionTable::use(uint64_t address, uint64_t length, bool needs_write) const {
   std::shared_lock lock(mutex_);
   auto entry = by_address_.upper_bound(address);
   while (entry != by_address_.begin()) {
     --entry;
-    if (entry->second->contains(address, length)) return entry->second;
+    Region& region = *entry->second;
+    if (region.contains(address, length) && (region.is_writable || !needs_write)) {
+      if (region.is_brief) region.num_jobs_.fetch_add(1, std::memory_order_relaxed);
+      return entry->second;
+    }
     if (address - entry->first > largest_) break;
   }
   return nullptr;

@@ -28,7 +28,7 @@ class Region {
  public:
   // Adopts [address, address + size). `fd` is the memfd behind it (then the mapping and the
   // descriptor are ours and freed with the region) or -1 for memory that belongs to someone else.
-  Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable = true);
+  Region(uint64_t address, uint64_t size, uint64_t key, int fd, bool is_writable = true, bool is_brief = false);
   // Bytes of a medium; no memory may be touched at these addresses.
   Region(uint64_t address, uint64_t size, uint64_t key, bool is_writable, std::string kind,
          std::shared_ptr<Medium> medium);
@@ -41,6 +41,7 @@ class Region {
   const uint64_t key;
   const int fd;
   const bool is_writable;                  // false: may be read, by us and by peers, but nothing is moved into it
+  const bool is_brief = false;             // registered for one operation of its owner; see RegionTable::remove()
   const std::string kind = "memory";       // or what the medium is: "file", "cuda:0"
   const std::shared_ptr<Medium> medium{};  // null: plain memory
 
@@ -48,6 +49,14 @@ class Region {
   bool is_closed() const { return state_.load(std::memory_order_acquire) & kClosing; }
   bool contains(uint64_t at, uint64_t length) const {
     return at >= address && length <= size && at - address <= size - length;
+  }
+  bool overlaps(const Region& other) const {
+    return other.address >= address ? other.address - address < size : address - other.address < other.size;
+  }
+
+  // For jobs, which work on it from RegionTable::use() on. Only those of brief regions are counted.
+  void end_use() {
+    if (is_brief) num_jobs_.fetch_sub(1, std::memory_order_release);
   }
 
   bool enter();  // false when closing
@@ -57,9 +66,12 @@ class Region {
   void hold_while_open(std::shared_ptr<void> what) { held_ = std::move(what); }
 
  private:
+  friend class RegionTable;
   static constexpr uint32_t kClosing = 1u << 31;
+  bool is_used() const { return num_jobs_.load(std::memory_order_acquire) > 0; }
   std::shared_ptr<void> held_;
   std::atomic<uint32_t> state_{0};  // closing bit | number of touches
+  std::atomic<uint32_t> num_jobs_{0};
 };
 
 using RegionRef = std::shared_ptr<Region>;
@@ -78,7 +90,7 @@ class Touch {
   size_t entered_ = 0;
 };
 
-// Notified when a region closes, after new accesses already fail and before close() waits.
+// Notified when a region has closed: nothing touches it, and new accesses fail.
 class RegionListener {
  public:
   virtual ~RegionListener() = default;
@@ -90,13 +102,17 @@ class RegionTable : public std::enable_shared_from_this<RegionTable> {  // as fo
   // Shared memory (memfd) of `size` bytes. Returns null and sets `error` when the machine will not
   // give it: populating reports missing memory here instead of as a SIGBUS at the first touch.
   RegionRef allocate(uint64_t size, bool huge_pages, bool populate, std::string& error);
-  RegionRef add(uint64_t address, uint64_t size, bool is_writable);  // memory of another owner
+  RegionRef add(uint64_t address, uint64_t size, bool is_writable, bool is_brief = false);  // memory of another owner
   RegionRef add_medium(uint64_t address, uint64_t size, bool is_writable, std::string kind,
                        std::shared_ptr<Medium> medium);
-  void remove(uint64_t key);  // returns once nothing touches it
-  void remove_all();
+  // Closes the region, and returns once nothing touches it. A job takes whichever region contains its bytes, so the
+  // job of one operation may work on the brief region of another that uses the same memory. Such a region is found no
+  // more, but stays open until its jobs have ended: their operations keep the memory in its place, too.
+  void remove(uint64_t key);
+  void remove_all();  // closes also those that stay open for their jobs
 
-  RegionRef find_local(uint64_t address, uint64_t length) const;
+  // The region around these bytes (`needs_write`: into which they may be moved), in use by one job more. Null: none.
+  RegionRef use(uint64_t address, uint64_t length, bool needs_write) const;
   RegionRef find_key(uint64_t key) const;
   std::vector<RegionRef> all() const;
 
@@ -104,11 +120,14 @@ class RegionTable : public std::enable_shared_from_this<RegionTable> {  // as fo
 
  private:
   void insert(const RegionRef& region);
+  bool has_another_around(const Region& region) const;
+  void close(Region& region);
 
   mutable std::shared_mutex mutex_;
   std::multimap<uint64_t, RegionRef> by_address_;
   std::unordered_map<uint64_t, RegionRef> by_key_;
-  uint64_t largest_ = 0;  // bounds the search backwards when ranges overlap
+  std::vector<RegionRef> removed_;  // and not closed: in use by jobs of other operations
+  uint64_t largest_ = 0;            // bounds the search backwards when ranges overlap
   std::mutex listeners_mutex_;
   std::vector<std::weak_ptr<RegionListener>> listeners_;
 };

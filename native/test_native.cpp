@@ -68,14 +68,21 @@ void test_checksums() {
   detail::choose(detail::implementations().front());
 }
 
+// The region around a range, for a moment.
+RegionRef find(const RegionTable& table, uint64_t address, uint64_t length, bool needs_write = false) {
+  RegionRef found = table.use(address, length, needs_write);
+  if (found) found->end_use();
+  return found;
+}
+
 void test_regions() {
   RegionTable table;
   std::vector<uint8_t> memory(1000);
   uint64_t base = address_of(memory.data());
   RegionRef whole = table.add(base, 1000, true), part = table.add(base + 100, 50, false);
-  assert(table.find_local(base + 100, 50) == part || table.find_local(base + 100, 50) == whole);
-  assert(table.find_local(base + 140, 20) == whole);  // beyond the part that starts nearer
-  assert(!table.find_local(base + 999, 2) && !table.find_local(base - 1, 1) && !table.find_local(base, UINT64_MAX));
+  assert(find(table, base + 100, 50) == part && find(table, base + 100, 50, true) == whole);
+  assert(find(table, base + 140, 20) == whole);  // beyond the part that starts nearer
+  assert(!find(table, base + 999, 2) && !find(table, base - 1, 1) && !find(table, base, UINT64_MAX));
   assert(table.find_key(part->key) == part && !table.find_key(part->key ^ 1));
   std::atomic<bool> is_inside{false}, has_left{false};
   std::thread toucher([&] {
@@ -90,7 +97,7 @@ void test_regions() {
   table.remove(whole->key);
   assert(has_left && whole->is_closed() && !whole->enter());
   toucher.join();
-  assert(table.find_local(base + 100, 50) == part && !table.find_local(base, 10));
+  assert(find(table, base + 100, 50) == part && !find(table, base + 100, 50, true) && !find(table, base, 10));
   std::string error;
   RegionRef shared = table.allocate(3 << 20, true, true, error);
   assert(shared && shared->is_shared() && table.all().size() == 2);
@@ -98,6 +105,41 @@ void test_regions() {
   assert(!table.allocate(1ull << 60, true, true, error) && !error.empty());
   table.remove_all();
   assert(table.all().empty());
+}
+
+// Brief regions of operations that use the same memory: what one removes stays open for the jobs of the others.
+void test_brief_regions() {
+  RegionTable table;
+  std::vector<uint8_t> memory(1000);
+  uint64_t base = address_of(memory.data());
+  auto add = [&](uint64_t offset, uint64_t size) { return table.add(base + offset, size, true, true); };
+  for (auto [offset, size] : {std::pair<uint64_t, uint64_t>{0, 1000}, {0, 500}, {100, 100}, {100, 900}}) {
+    RegionRef mine = add(0, 1000), other = add(offset, size);
+    RegionRef used = table.use(base + 100, 100, true);
+    assert(used == other);  // although it is mine, too
+    table.remove(other->key);
+    assert(!other->is_closed() && find(table, base + 100, 100) == mine);
+    used->end_use();
+    table.remove(mine->key);
+    assert(mine->is_closed() && other->is_closed() && table.all().empty());
+  }
+  RegionRef alone = add(0, 100), beside = add(100, 100);
+  assert(table.use(base, 100, true) == alone);
+  table.remove(alone->key);  // while its own operation still uses it
+  assert(alone->is_closed() && !beside->is_closed());
+  alone->end_use();
+  RegionRef lasting = table.add(base + 100, 100, true), used = table.use(base + 100, 100, true);
+  assert(used == lasting);
+  table.remove(lasting->key);  // no other region is around it
+  assert(lasting->is_closed());
+  used->end_use();
+  RegionRef first = add(500, 100), second = add(500, 100);
+  assert(table.use(base + 500, 100, true) == second);
+  table.remove(second->key);
+  assert(!second->is_closed());
+  table.remove_all();
+  assert(first->is_closed() && second->is_closed() && beside->is_closed() && table.all().empty());
+  second->end_use();
 }
 
 // A forked child has other files under the numbers of its parent's sockets, and moves nothing for it.
@@ -677,6 +719,7 @@ int main(int argc, char** argv) {
   Tests tests = {
       {"checksums", test_checksums},
       {"regions", test_regions},
+      {"brief regions", test_brief_regions},
       {"forked children", test_forked_children},
       {"queue", test_queue},
       {"wire", test_wire},

@@ -216,6 +216,25 @@ void test_a_late_job_ends_between_its_pieces() {
   assert(done.token == 2 && done.status == Status::kOk);
 }
 
+// Two operations with the same memory, each with a brief registration of its own: the end of one does not end the
+// other, whose job may work on either.
+void test_the_end_of_a_brief_region_ends_no_job_of_another() {
+  Bench bench(1000);
+  RegionRef mine = bench.table->add(bench.start, 1000, true, true);
+  RegionRef other = bench.table->add(bench.start, 1000, true, true);
+  bench.submit(1, {{bench.start, kFar, 1000}}, 0);
+  bench.submit(2, {{bench.start, kFar, 1000}}, 0);
+  bench.peer->wait_for_piece(1);
+  bench.table->remove(other->key);
+  bench.peer->open_gate(2);
+  for (uint64_t token : {1, 2}) {
+    Completion done = bench.next();
+    assert(done.token == token && done.status == Status::kOk);
+  }
+  bench.table->remove(mine->key);
+  assert(mine->is_closed() && other->is_closed());  // no job was left that has ended
+}
+
 void test_random_jobs_end_once_and_right(uint64_t seed) {
   std::mt19937_64 rng(seed);
   Bench bench(2 * kPieceBytes + 4321, 2);
@@ -264,6 +283,7 @@ int main(int argc, char** argv) {
   test_jobs_without_a_thread_end();
   test_late_jobs_end_in_the_queue();
   test_a_late_job_ends_between_its_pieces();
+  test_the_end_of_a_brief_region_ends_no_job_of_another();
   for (int round = 0; round < rounds / 30 + 1; round++) test_random_jobs_end_once_and_right(seed * 1000 + round);
   printf("pieces: all well (seed %llu)\n", static_cast<unsigned long long>(seed));
 }

@@ -77,6 +77,7 @@ bool Peer::prepare(Job& job, Completion& completion) {
     remote = remote_;
   }
   const auto& slices = job.request.slices;
+  const bool is_write = job.request.op == Op::kWrite;
   job.keys.resize(slices.size());
   const Region* here = nullptr;
   const RemoteRegion* there = nullptr;
@@ -84,12 +85,15 @@ bool Peer::prepare(Job& job, Completion& completion) {
     const Slice& slice = slices[i];
     if (slice.length == 0) continue;
     if (!here || !here->contains(slice.local, slice.length)) {
-      RegionRef found = local_->find_local(slice.local, slice.length);
-      bool is_allowed = found && (found->is_writable || job.request.op == Op::kWrite);
-      if (!is_allowed) return completion = job.failed(Status::kUnregistered, static_cast<int64_t>(i)), false;
+      RegionRef found = local_->use(slice.local, slice.length, !is_write);
+      if (!found) return completion = job.failed(Status::kUnregistered, static_cast<int64_t>(i)), false;
       here = found.get();
-      if (std::find(job.regions.begin(), job.regions.end(), found) == job.regions.end())
+      if (std::find(job.regions.begin(), job.regions.end(), found) == job.regions.end()) {
+        job.uses_brief |= found->is_brief;
         job.regions.push_back(std::move(found));
+      } else {
+        found->end_use();
+      }
     }
     if (!there || !there->contains(slice.remote, slice.length)) {
       there = region_of(*remote, slice.remote, slice.length);
@@ -210,10 +214,11 @@ bool Peer::add_worker() {
   return true;
 }
 
-void Peer::Queued::report() const {
+void Peer::Queued::report() {
   Completion completion = pieces->completion();
   completion.token = token;
   completion.is_partial = !pieces->is_over();
+  if (!completion.is_partial) pieces.reset();  // its caller, who learns of the end here, has its memory back
   queue->push(std::move(completion));
 }
 

@@ -52,12 +52,17 @@ struct Request {
 struct Job {
   Request request;
   std::vector<RegionRef> regions{};       // the local memory it works on, each once
+  bool uses_brief = false;                // some are brief, and counted; false for a part of a job
   std::vector<uint64_t> keys{};           // of the remote region, per slice
   std::atomic<Status> stop{Status::kOk};  // anything else: give up with this status
   uint64_t sequence = 0;                  // order of arrival, for cancel()
   std::vector<int> sockets{};             // to shut down when stopped; guarded by the peer's mutex
 
   explicit Job(Request request) : request(std::move(request)) {}
+  ~Job() {
+    if (uses_brief)
+      for (const RegionRef& region : regions) region->end_use();
+  }
   Completion failed(Status status, int64_t slice = -1, int error = 0) const {
     Completion completion;
     completion.status = status, completion.failed_slice = slice, completion.error = error;
@@ -109,7 +114,7 @@ class Peer : public RegionListener, public std::enable_shared_from_this<Peer> {
     QueueRef queue;
     uint64_t token;
     std::unique_ptr<Pieces> pieces;
-    void report() const;  // its end, or its progress
+    void report();  // its end, or its progress
   };
 
   bool prepare(Job& job, Completion& completion);

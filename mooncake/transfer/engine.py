@@ -229,7 +229,8 @@ class TransferEngine(TransferMethods):
         ``mmap.close`` raise BufferError). A read-only buffer may be read from, here and by peers, but
         nothing is moved into it. Transfers do not wait for kernels: synchronise before. ``location``
         (``cpu:<numa node>``), if known, is used to choose network cards near it. With ``is_brief`` it is
-        for one operation, and its local side only: the descriptor does not contain it.
+        for one operation, and its local side only: the descriptor does not contain it. Several operations
+        may register the same memory so, each for itself.
 
         Raises:
             InvalidArgument: not contiguous, in unreachable memory, not a buffer, no such location.
@@ -248,7 +249,7 @@ class TransferEngine(TransferMethods):
             except InvalidArgument:
                 export = None  # the traceback would keep it
                 raise
-            region = self.regions.add(address, size, is_writable)
+            region = self.regions.add(address, size, is_writable, is_brief)
             if export is not None:
                 self._exports[region.key] = export
         region.owner = buffer
@@ -356,6 +357,8 @@ class TransferEngine(TransferMethods):
         """Unregister a region: afterwards nothing accesses its memory, and transfers that did are CANCELLED.
 
         The wait is bounded: a peer that hangs is disconnected. Views of an allocated region stay readable.
+        A brief region may be unregistered when its operation's transfers have ended; those of another
+        operation that has registered the same memory go on.
         """
         self.regions.remove(region.key)
         self._owned.pop(region.key, None)

@@ -722,6 +722,30 @@ def test_a_submitted_batch_ends_at_its_deadline_while_others_wait_for_the_peer(
 
 
 @pytest.mark.processes
+def test_the_end_of_an_operation_cancels_no_other_with_the_same_memory(
+    start_peer: Callable[..., PeerProcess],
+) -> None:
+    """Each registers the memory for itself, as puts of one buffer at the same time do."""
+    peer = start_peer("tcp")
+    with engine_with("tcp") as near:
+        data = np.ones(MIB, dtype=np.uint8)
+        span = (data.ctypes.data, MIB)
+        first, second = near.register(span, is_brief=True), near.register(span, is_brief=True)
+        move = (near.open(peer.descriptor), [span[0]], [peer.descriptor.regions[0].address], [MIB])
+        assert is_ok(near.run(Op.WRITE, *move), MIB)
+        peer.freeze()
+        queue = near.new_queue()
+        near.submit(queue, 1, Op.READ, *move)
+        near.unregister(second)
+        assert queue.drain(timeout_s=0.1) == []
+        peer.process.send_signal(signal.SIGCONT)
+        (ended,) = queue.drain(timeout_s=20.0)
+        assert is_ok(ended, MIB)
+        near.unregister(first)
+        assert near.regions.all() == [] and first.is_closed and second.is_closed
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ACROSS)
 def test_one_slice_of_a_peer_that_hangs_or_dies(
     transport: str, start_peer: Callable[..., PeerProcess]

@@ -125,13 +125,11 @@ def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[N
         (device if session.engine.is_device_memory(spans[at][0]) else host).append(at)
     regions = [session.engine.register(spans[at]) for at in device]
     try:
-        if host:
-            session.temporary_registrations.begin(addresses[host], sizes[host])
+        temporary = session.temporary_registrations.begin(addresses[host], sizes[host]) if host else []
         try:
             yield
         finally:
-            if host:
-                session.temporary_registrations.end()
+            session.temporary_registrations.end(temporary)
     finally:
         for region in regions:
             session.engine.unregister(region)

@@ -16,7 +16,7 @@ from mooncake.log import get_logger
 from mooncake.transfer.batch import Addresses, TransferColumns, transfer_columns
 from mooncake.transfer.completion_queue import CompletionQueue
 from mooncake.transfer.submission import completion_error
-from mooncake.transfer.transports import Op, Status
+from mooncake.transfer.transports import Op, Region, Status
 
 log = get_logger("mooncake.engine")
 
@@ -116,12 +116,11 @@ class TransferCalls(EngineLifecycle):
                 return
             segment = self._open(target)
             rows = (columns.local, columns.remote, columns.lengths)
-            is_temporary = self._register_temporarily(columns)
+            temporary = self._register_temporarily(columns)
             try:
                 done = engine.run(op, segment, *rows, timeout_s=timeout_s)
             finally:
-                if is_temporary:
-                    self._registrations.end()
+                self._registrations.end(temporary)
             if done.status != Status.OK:
                 raise completion_error(op, segment, done, timeout_s)
             if notify is not None:
@@ -280,13 +279,12 @@ class TransferCalls(EngineLifecycle):
         if self._sync(target, local, remote, lengths, opcode):
             raise RuntimeError(f"{op.name.lower()} with {target} failed; the log says why")
 
-    def _register_temporarily(self, columns: TransferColumns, number: int = 0) -> bool:
-        """Register local memory of a batch that the program did not; False when there is none."""
+    def _register_temporarily(self, columns: TransferColumns, number: int = 0) -> list[Region]:
+        """Register local memory of a batch that the program did not."""
         missing = self._memory.uncovered(columns.local, columns.lengths)
         if missing is None:
-            return False
-        self._registrations.begin(columns.local[missing], columns.lengths[missing], number)
-        return True
+            return []
+        return self._registrations.begin(columns.local[missing], columns.lengths[missing], number)
 
     @property
     def _registrations(self) -> TemporaryRegistrations:

@@ -2,9 +2,10 @@
 """Makes the memory of callers accessible to transfer, which uses registered memory only.
 
 Large buffers are registered for the duration of one operation (cheap: no page is touched or pinned on
-transports that need no pinning); small ones are copied through a staging region that is registered once,
-because a copy of a few KiB costs less than a registration. Memory that the caller registered, such as a
-worker's KV pool, is used as it is; ``write_ranges`` and ``read_ranges`` accept its addresses directly.
+transports that need no pinning); several operations that use one buffer at the same time register it each for
+itself. Small ones are copied through a staging region that is registered once, because a copy of a few KiB
+costs less than a registration. Memory that the caller registered, such as a worker's KV pool, is used as it
+is; ``write_ranges`` and ``read_ranges`` accept its addresses directly.
 """
 
 from __future__ import annotations
