@@ -3,13 +3,12 @@
 // copied before the interpreter lock is dropped; whatever may block or copies bytes runs without the
 // lock, and no native thread ever takes it.
 
+#include "bind.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <cstring>
 #include <system_error>
@@ -25,34 +24,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 using namespace mooncake;
 
-namespace mooncake {
-void bind_rdma(nb::module_& m);  // bind_rdma.cpp
-}
-
 namespace {
 
 using Column = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Sums = nb::ndarray<nb::numpy, uint32_t, nb::ndim<1>>;
-using RemoteTuple = std::tuple<uint64_t, uint64_t, uint64_t>;  // address, size_bytes, key
-// Other Python threads run while it lives. When the interpreter ends meanwhile, CPython ends a daemon thread
-// that wants its lock back by unwinding its stack, which C++ answers with terminate(); we wait instead for
-// the process to end (as CPython itself does from 3.14 on).
-class Unlocked {
- public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (...) {
-      for (;;) pause();
-    }
-  }
-
- private:
-  PyThreadState* state_;
-};
 
 Clock::time_point deadline_in(double timeout_s) {
   double bounded = std::min(std::max(timeout_s, 0.0), 1e6);
@@ -78,12 +53,6 @@ nb::object run_slice(Peer& self, Op op, uint64_t local, uint64_t remote, uint64_
   }
   if (completion.status != Status::kOk) return nb::cast(std::move(completion));
   return nb::int_(completion.checksums.empty() ? 0u : completion.checksums[0]);
-}
-
-std::vector<RemoteRegion> remote_of(const std::vector<RemoteTuple>& tuples) {
-  std::vector<RemoteRegion> regions;
-  for (auto& [address, size, key] : tuples) regions.push_back({address, size, key});
-  return regions;
 }
 
 Sums array_of(const std::vector<uint32_t>& values) {

@@ -5,11 +5,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 
+#include "bind.h"
 #include "rdma.h"
 
 namespace nb = nanobind;
@@ -19,12 +18,10 @@ namespace mooncake {
 
 namespace {
 
-using RemoteTuple = std::tuple<uint64_t, uint64_t, uint64_t>;  // address, size_bytes, key
-using AddressTuple = std::tuple<nb::bytes, int, int, int>;     // gid, lid, mtu, reads
-using EndTuple = std::tuple<uint32_t, uint32_t>;               // queue pair, first packet
+using AddressTuple = std::tuple<nb::bytes, int, int, int>;  // gid, lid, mtu, reads
+using EndTuple = std::tuple<uint32_t, uint32_t>;            // queue pair, first packet
 using GrantTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint32_t, bool>;
 using RetiredTuple = std::tuple<std::string, uint32_t>;
-using Unlocked = nb::gil_scoped_release;
 
 RdmaAddress address_of(const AddressTuple& tuple) {
   const auto& [gid, lid, mtu, reads] = tuple;
@@ -47,12 +44,6 @@ std::vector<EndTuple> tuples_of(const std::vector<LaneEnd>& ends) {
   std::vector<EndTuple> tuples;
   for (const LaneEnd& end : ends) tuples.emplace_back(end.pair, end.psn);
   return tuples;
-}
-
-std::vector<RemoteRegion> remote_of(const std::vector<RemoteTuple>& tuples) {
-  std::vector<RemoteRegion> regions;
-  for (auto& [address, size, key] : tuples) regions.push_back({address, size, key});
-  return regions;
 }
 
 void bind_peer(nb::module_& m) {
@@ -147,6 +138,7 @@ void bind_rdma(nb::module_& m) {
       .def(
           "num_served",
           [](const RdmaTransport& self, const std::string& name) {
+            Unlocked unlocked;  // it waits while the device registers memory
             auto device = self.device(name);
             return device ? device->num_served() : 0;
           },
