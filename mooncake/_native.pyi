@@ -14,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
+RemoteRegion = tuple[int, int, int, bool]
+"""Region of a peer: address, size, key, whether it may be written."""
+
 class Op(IntEnum):
     """Direction of a one-sided operation, seen from the caller."""
 
@@ -196,8 +199,8 @@ class Peer:
         The greater priority goes first; a big job goes in pieces of 16 MiB, between which a more urgent one
         overtakes it. With ``reports`` the end of each piece but the last is a partial completion.
         """
-    def set_remote(self, regions: Sequence[tuple[int, int, int]]) -> None:
-        """Set the peer's regions: (address, size, key)."""
+    def set_remote(self, regions: Sequence[RemoteRegion]) -> None:
+        """Set the peer's regions."""
     def cancel(self) -> None:
         """Fail everything queued or under way; afterwards no local memory is touched for it. *Unlocked.*"""
     def close(self) -> None: ...
@@ -212,7 +215,7 @@ class ShmTransport:
     @property
     def endpoint(self) -> str: ...
     def connect(
-        self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
+        self, endpoint: str, epoch: int, regions: Sequence[RemoteRegion], timeout_s: float
     ) -> ShmPeer | Status: ...
     def close(self) -> None: ...
 
@@ -260,16 +263,14 @@ class CudaTransport:
 
     def __init__(self, cuda: Cuda, regions: RegionTable, epoch: int, endpoint: str) -> None: ...
     def connect(
-        self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
+        self, endpoint: str, epoch: int, regions: Sequence[RemoteRegion], timeout_s: float
     ) -> CudaPeer | Status: ...
     def close(self) -> None: ...
 
 class FilePeer(Peer):
     """File regions of ``far``, a table of this process."""
 
-    def __init__(
-        self, local: RegionTable, far: RegionTable, regions: Sequence[tuple[int, int, int]]
-    ) -> None: ...
+    def __init__(self, local: RegionTable, far: RegionTable, regions: Sequence[RemoteRegion]) -> None: ...
 
 class SharedFilePeer(Peer):
     """File regions of another process of this host, reopened by their descriptors."""
@@ -279,7 +280,7 @@ class SharedFileTransport:
 
     def __init__(self, regions: RegionTable, epoch: int, endpoint: str) -> None: ...
     def connect(
-        self, endpoint: str, epoch: int, regions: Sequence[tuple[int, int, int]], timeout_s: float
+        self, endpoint: str, epoch: int, regions: Sequence[RemoteRegion], timeout_s: float
     ) -> SharedFilePeer | Status: ...
     def close(self) -> None: ...
 
@@ -308,7 +309,7 @@ class TcpPeer(Peer):
     def __init__(
         self,
         local: RegionTable,
-        regions: Sequence[tuple[int, int, int]],
+        regions: Sequence[RemoteRegion],
         host: str,
         port: int,
         epoch: int,
@@ -356,7 +357,7 @@ class RdmaTransport:
         device: str,
         their_device: str,
         epoch: int,
-        regions: Sequence[tuple[int, int, int]],
+        regions: Sequence[RemoteRegion],
         num_lanes: int,
     ) -> RdmaPeer | None:
         """Make a peer without lanes; None when ``device`` is not one of ours."""

@@ -15,11 +15,11 @@
 
 namespace mooncake {
 
-using RemoteTuple = std::tuple<uint64_t, uint64_t, uint64_t>;  // address, size_bytes, key
+using RemoteTuple = std::tuple<uint64_t, uint64_t, uint64_t, bool>;  // address, size_bytes, key, is_writable
 
 inline std::vector<RemoteRegion> remote_of(const std::vector<RemoteTuple>& tuples) {
   std::vector<RemoteRegion> regions;
-  for (auto& [address, size, key] : tuples) regions.push_back({address, size, key});
+  for (auto& [address, size, key, is_writable] : tuples) regions.push_back({address, size, key, is_writable});
   return regions;
 }
 

@@ -306,6 +306,27 @@ void test_moving(bool is_tcp) {
   assert(pair.peer->run(request(Op::kRead, {fine})).status == Status::kAccessDenied);
 }
 
+// Memory that is registered twice, once read-only: what may be written is found on both sides.
+void test_overlapping_registrations() {
+  Pair pair(true);
+  for (int i = 0; i < 3; i++) {
+    pair.near->add(pair.local->address, Pair::kSize, false);
+    pair.far->add(pair.remote->address, Pair::kSize, false);
+  }
+  pair.peer->set_remote(published(*pair.far));
+  for (Op op : {Op::kWrite, Op::kRead}) {
+    Completion done = pair.peer->run(request(op, {{pair.local->address, pair.remote->address, 1000}}));
+    assert(done.status == Status::kOk && std::equal(pair.here.begin(), pair.here.begin() + 1000, pair.there()));
+  }
+  pair.far->remove(pair.remote->key);
+  pair.peer->set_remote(published(*pair.far));
+  Slice slice{pair.local->address, pair.remote->address, 1000};
+  assert(pair.peer->run(request(Op::kRead, {slice})).status == Status::kOk);
+  assert(pair.peer->run(request(Op::kWrite, {slice})).status == Status::kAccessDenied);
+  pair.near->remove(pair.local->key);
+  assert(pair.peer->run(request(Op::kRead, {slice})).status == Status::kUnregistered);
+}
+
 // Traffic from several threads while regions close, jobs are cancelled and at last the target goes.
 void test_ending(bool is_tcp) {
   for (int i = 0; i < rounds / 60; i++) {
@@ -725,6 +746,7 @@ int main(int argc, char** argv) {
       {"wire", test_wire},
       {"moving over tcp", [] { test_moving(true); }},
       {"moving over shm", [] { test_moving(false); }},
+      {"overlapping registrations", test_overlapping_registrations},
       {"ending over tcp", [] { test_ending(true); }},
       {"ending over shm", [] { test_ending(false); }},
       {"fence", test_fence},

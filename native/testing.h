@@ -38,7 +38,8 @@ inline Request request(Op op, std::vector<Slice> slices, bool checksum = false,
 
 inline std::vector<RemoteRegion> published(const RegionTable& table) {
   std::vector<RemoteRegion> regions;
-  for (const RegionRef& region : table.all()) regions.push_back({region->address, region->size, region->key});
+  for (const RegionRef& region : table.all())
+    regions.push_back({region->address, region->size, region->key, region->is_writable});
   return regions;
 }
 

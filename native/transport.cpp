@@ -26,11 +26,12 @@ constexpr auto kWorkerIdle = std::chrono::seconds(10);
 }
 
 // By address; ranges may overlap, so the nearest start need not be the region, but nearly always is.
-const RemoteRegion* region_of(const std::vector<RemoteRegion>& regions, uint64_t address, uint64_t length) {
+const RemoteRegion* region_of(const std::vector<RemoteRegion>& regions, uint64_t address, uint64_t length,
+                              bool needs_write) {
   auto after = std::upper_bound(regions.begin(), regions.end(), address,
                                 [](uint64_t at, const RemoteRegion& region) { return at < region.address; });
   while (after != regions.begin())
-    if ((--after)->contains(address, length)) return &*after;
+    if ((--after)->contains(address, length) && (after->is_writable || !needs_write)) return &*after;
   return nullptr;
 }
 }  // namespace
@@ -65,7 +66,7 @@ void Peer::set_remote(std::vector<RemoteRegion> remote) {
 
 std::optional<RemoteRegion> Peer::remote_of(uint64_t address, uint64_t length) {
   std::lock_guard lock(mutex_);
-  const RemoteRegion* found = region_of(*remote_, address, length);
+  const RemoteRegion* found = region_of(*remote_, address, length, false);
   return found ? std::optional(*found) : std::nullopt;
 }
 
@@ -96,7 +97,7 @@ bool Peer::prepare(Job& job, Completion& completion) {
       }
     }
     if (!there || !there->contains(slice.remote, slice.length)) {
-      there = region_of(*remote, slice.remote, slice.length);
+      there = region_of(*remote, slice.remote, slice.length, is_write);
       if (!there) return completion = job.failed(Status::kAccessDenied, static_cast<int64_t>(i)), false;
     }
     job.keys[i] = there->key;

@@ -34,6 +34,7 @@ struct RemoteRegion {
   uint64_t address;
   uint64_t size;
   uint64_t key;
+  bool is_writable = true;
   bool contains(uint64_t at, uint64_t length) const {
     return at >= address && length <= size && at - address <= size - length;
   }

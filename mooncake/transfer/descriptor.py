@@ -54,6 +54,8 @@ class RegionInfo(msgspec.Struct, frozen=True):
     "Medium that holds the bytes: ``memory``, ``file``, ``cuda:<n>``."
     location: str = "*"
     "Part of the machine that it is near: ``cpu:<numa node>``, ``cuda:<n>``, or ``*`` for any."
+    is_writable: bool = True
+    "False when peers may only read it."
 
 
 class SegmentDescriptor(msgspec.Struct, frozen=True):

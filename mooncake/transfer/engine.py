@@ -423,6 +423,7 @@ class TransferEngine(TransferMethods):
                 region.is_shared,
                 region.kind,
                 self._locations.get(region.key, ANYWHERE),
+                region.is_writable,
             )
             for region in list(self._lasting.values())
         ]

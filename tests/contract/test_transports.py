@@ -517,6 +517,26 @@ def test_read_only_memory_is_read_and_never_written(transport: str) -> None:
         assert secret == bytes(range(256))
 
 
+def test_memory_registered_twice_is_written_although_once_it_was_read_only(transport: str) -> None:
+    with engine_with(transport) as near, engine_with(transport) as far:
+        here, there = bytearray(4096), bytearray(4096)
+        local = near.register(here)
+        near.register(memoryview(here).toreadonly())
+        pool = lend(far, transport, 4096)
+        move = (near.open(far.describe()), [local.address], [pool.address], [4096])
+        here[:] = b"x" * 4096
+        assert is_ok(near.run(Op.WRITE, *move), 4096)
+        here[:] = bytes(4096)
+        assert is_ok(near.run(Op.READ, *move), 4096)
+        assert bytes(here) == b"x" * 4096
+        if transport in ("local", "tcp"):  # the others reach only what they share
+            remote = far.register(there)
+            far.register(memoryview(there).toreadonly())
+            segment = near.open(far.describe())
+            assert is_ok(near.run(Op.WRITE, segment, [local.address], [remote.address], [4096]), 4096)
+            assert bytes(there) == b"x" * 4096
+
+
 # Ending --------------------------------------------------------------------------------------------
 
 

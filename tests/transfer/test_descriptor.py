@@ -46,6 +46,13 @@ def test_paths_in_common() -> None:
     assert common_schemes(descriptor(tcp="t"), "here", "77", ("shm",)) == ()
 
 
+def test_regions_of_releases_without_the_field_may_be_written() -> None:
+    """A peer refuses writes to its read-only regions in any case."""
+    encoded = descriptor(tcp="t").encode()
+    assert b'"is_writable":true' in encoded
+    assert decode_descriptor(encoded.replace(b',"is_writable":true', b"")) == descriptor(tcp="t")
+
+
 def test_slices_in_shared_memory() -> None:
     top = 2**64 - 1
     regions = [

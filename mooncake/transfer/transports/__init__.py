@@ -9,7 +9,7 @@ one transport. Everything here works on columns and completions; the engine plan
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from mooncake._native import (
@@ -40,6 +40,7 @@ __all__ = [
     "Op",
     "PeerConnection",
     "Region",
+    "RegionRow",
     "RegionTable",
     "Status",
     "Transport",
@@ -49,6 +50,7 @@ __all__ = [
     "crc32c_columns",
     "crc32c_combine",
     "make_transport",
+    "region_rows",
 ]
 
 
@@ -233,8 +235,15 @@ class TransportContext(Protocol):
     cuda_library: str
 
 
-RegionFilter: TypeAlias = Callable[[Sequence[RegionInfo]], list[tuple[int, int, int]]]
-"""Picks the regions that a path reaches, as (address, size in bytes, key)."""
+RegionRow: TypeAlias = tuple[int, int, int, bool]
+"""A peer's region as native connections take it: address, size in bytes, key, whether it may be written."""
+
+RegionFilter: TypeAlias = Callable[[Sequence[RegionInfo]], list[RegionRow]]
+"""Picks the regions that a path reaches."""
+
+
+def region_rows(regions: Iterable[RegionInfo]) -> list[RegionRow]:
+    return [(region.address, region.size_bytes, region.key, region.is_writable) for region in regions]
 
 
 class NativeConnection:

@@ -26,7 +26,13 @@ from mooncake.errors import (
 )
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.memory import device_span_of
-from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
+from mooncake.transfer.transports import (
+    NativeConnection,
+    PeerConnection,
+    RegionRow,
+    TransportContext,
+    region_rows,
+)
 
 
 class DeviceMemoryTransport:
@@ -129,10 +135,6 @@ def why_unavailable(library: str = "libcuda.so.1") -> str:
     return ""
 
 
-def open_to_others(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
+def open_to_others(regions: Sequence[RegionInfo]) -> list[RegionRow]:
     """Device memory that other processes can open: not virtual memory ranges, pools or managed memory."""
-    return [
-        (region.address, region.size_bytes, region.key)
-        for region in regions
-        if region.is_shared and region.kind.startswith("cuda:")
-    ]
+    return region_rows(region for region in regions if region.is_shared and region.kind.startswith("cuda:"))

@@ -30,7 +30,13 @@ from mooncake.errors import (
 )
 from mooncake.log import get_logger
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
+from mooncake.transfer.transports import (
+    NativeConnection,
+    PeerConnection,
+    RegionRow,
+    TransportContext,
+    region_rows,
+)
 
 log = get_logger(__name__)
 
@@ -113,8 +119,8 @@ class FileTransport:
             return self._shared
 
 
-def files_only(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
-    return [(region.address, region.size_bytes, region.key) for region in regions if region.kind == "file"]
+def files_only(regions: Sequence[RegionInfo]) -> list[RegionRow]:
+    return region_rows(region for region in regions if region.kind == "file")
 
 
 def provide(region: Region, offset: int, size_bytes: int) -> None:

@@ -74,7 +74,10 @@ class LocalConnection:
         self, op: Op, here: int, there: int, length: int, deadline: float, generation: int
     ) -> tuple[Status, int]:
         """Move one slice in steps, entering the regions per step only, so that unregistering is quick."""
-        key = next((r.key for r in self._regions if _covers(r, there, length)), 0)
+        is_write = op == Op.WRITE
+        key = next(
+            (r.key for r in self._regions if _covers(r, there, length) and (r.is_writable or not is_write)), 0
+        )
         done, checksum = 0, 0
         while done < length:
             step = min(_STEP_BYTES, length - done)
@@ -85,14 +88,14 @@ class LocalConnection:
                     return Status.PEER_LOST, 0
                 if done and time.monotonic() > deadline:
                     return Status.TIMED_OUT, 0
-                remote = self._peer.enter(key, there, length, is_write=op == Op.WRITE)
+                remote = self._peer.enter(key, there, length, is_write=is_write)
                 if remote is None:
                     return Status.ACCESS_DENIED, 0
                 try:
-                    region = _enter(self._ours, here, length, is_write=op == Op.READ)
+                    region = _enter(self._ours, here, length, is_write=not is_write)
                     if region is None:
                         return Status.CANCELLED, 0
-                    target, source = (there, here) if op == Op.WRITE else (here, there)
+                    target, source = (there, here) if is_write else (here, there)
                     ctypes.memmove(target + done, source + done, step)
                     checksum = crc32c((ctypes.c_char * step).from_address(source + done), checksum)
                     region.leave()

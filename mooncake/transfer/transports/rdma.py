@@ -33,7 +33,7 @@ from mooncake.errors import (
 )
 from mooncake.log import get_logger
 from mooncake.transfer.descriptor import Column, RegionInfo
-from mooncake.transfer.transports import PeerConnection, TransportContext
+from mooncake.transfer.transports import PeerConnection, TransportContext, region_rows
 
 log = get_logger(__name__)
 
@@ -152,7 +152,7 @@ class RdmaConnection:
         return None
 
     def set_regions(self, regions: Sequence[RegionInfo]) -> None:
-        self._peer.set_remote(tuples_of(regions))
+        self._peer.set_remote(region_rows(regions))
 
     def close(self) -> None:
         self._peer.close()
@@ -264,7 +264,7 @@ class VerbsTransport:
         if not pairs or not handshake:
             raise PeerLost(f"rdma peer {endpoint!r} has no device or no handshake address")
         ours, theirs = next((pair for pair in pairs if f"{pair[0]}>{pair[1]}" == rail), pairs[0])
-        peer = self._native.connect(ours, theirs, epoch, tuples_of(regions), self._num_lanes)
+        peer = self._native.connect(ours, theirs, epoch, region_rows(regions), self._num_lanes)
         assert peer is not None
 
         exchange = self._exchange
@@ -316,10 +316,6 @@ def pairs_of(ours: Sequence[str], theirs: Sequence[str]) -> list[tuple[str, str]
         return [(name, name) for name in ours]
     count = max(len(ours), len(theirs)) if theirs else 0
     return [(ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(count)]
-
-
-def tuples_of(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
-    return [(region.address, region.size_bytes, region.key) for region in regions]
 
 
 def usable_devices(wished: Sequence[str], port: int) -> list[str]:

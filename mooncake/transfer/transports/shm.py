@@ -13,7 +13,13 @@ from mooncake import _native
 from mooncake._native import Status, View
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
 from mooncake.transfer.descriptor import RegionInfo
-from mooncake.transfer.transports import NativeConnection, PeerConnection, TransportContext
+from mooncake.transfer.transports import (
+    NativeConnection,
+    PeerConnection,
+    RegionRow,
+    TransportContext,
+    region_rows,
+)
 
 
 class ShmConnection(NativeConnection):
@@ -52,9 +58,5 @@ class SharedMemoryTransport:
         self._native.close()
 
 
-def shared_only(regions: Sequence[RegionInfo]) -> list[tuple[int, int, int]]:
-    return [
-        (region.address, region.size_bytes, region.key)
-        for region in regions
-        if region.is_shared and region.kind == "memory"
-    ]
+def shared_only(regions: Sequence[RegionInfo]) -> list[RegionRow]:
+    return region_rows(region for region in regions if region.is_shared and region.kind == "memory")

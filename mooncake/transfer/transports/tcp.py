@@ -22,7 +22,7 @@ from mooncake.security.tls_contexts import check_files, wrong_file
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.host import numeric_host, with_port
 from mooncake.transfer.settings import TransferSettings
-from mooncake.transfer.transports import PeerConnection, TransportContext
+from mooncake.transfer.transports import PeerConnection, TransportContext, region_rows
 
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -42,7 +42,7 @@ class TcpConnection:
         return None
 
     def set_regions(self, regions: Sequence[RegionInfo]) -> None:
-        self._peer.set_remote([(region.address, region.size_bytes, region.key) for region in regions])
+        self._peer.set_remote(region_rows(regions))
 
 
 class TcpTransport:
@@ -110,11 +110,17 @@ class TcpTransport:
             address = numeric_host(host, "endpoint")
         except InvalidArgument as error:  # the name may resolve later
             raise Unavailable(f"tcp peer {endpoint}: {error}") from error
-        remote = [(region.address, region.size_bytes, region.key) for region in regions]
         starts_at = "" if source == "*" or (":" in source) != (":" in address) else source
         return TcpConnection(
             _native.TcpPeer(
-                self._regions, remote, address, int(port), epoch, self._num_streams, starts_at, self._tls
+                self._regions,
+                region_rows(regions),
+                address,
+                int(port),
+                epoch,
+                self._num_streams,
+                starts_at,
+                self._tls,
             )
         )
 
