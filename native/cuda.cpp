@@ -366,7 +366,7 @@ bool Cuda::place(uint64_t address, uint64_t size, Placement& placement, std::str
 }
 
 // Memory of some allocators (virtual memory ranges, pools, managed memory) has no handle of this sort.
-std::optional<Export> Cuda::exported(const Placement& placement, uint64_t address, uint64_t size) {
+std::optional<Export> Cuda::exported(const Placement& placement, uint64_t address, uint64_t size, bool is_writable) {
   Export shown;
   Current current(*this, placement.device);
   if (current.result != kSuccess || driver_->ipc_export(&shown.handle, placement.base) != kSuccess) return {};
@@ -374,6 +374,7 @@ std::optional<Export> Cuda::exported(const Placement& placement, uint64_t addres
   if (!lies_within(shown.offset, size, placement.size)) return {};
   shown.address = address;
   shown.process = identity_of_process();
+  shown.is_read_only = !is_writable;
   infos_[static_cast<size_t>(placement.device)].bus_id.copy(shown.bus_id, sizeof shown.bus_id - 1);
   return shown;
 }
@@ -384,7 +385,7 @@ RegionRef Cuda::add(RegionTable& table, uint64_t address, uint64_t size, bool is
   unsigned yes = 1;  // synchronous copies of others are finished before a network card looks
   (void)driver_->set_pointer_attribute(&yes, kPointerSyncMemops, placement.base);
   auto memory = std::make_shared<DeviceMemory>(shared_from_this(), placement.device, address, nullptr,
-                                               exported(placement, address, size));
+                                               exported(placement, address, size, is_writable));
   return table.add_medium(address, size, is_writable, kind_of(placement.device), memory);
 }
 
@@ -408,7 +409,7 @@ RegionRef Cuda::allocate(RegionTable& table, int device, uint64_t size, std::str
   });
   Placement placement{device, address, size};
   auto memory = std::make_shared<DeviceMemory>(shared_from_this(), device, address, allocation,
-                                               exported(placement, address, size));
+                                               exported(placement, address, size, true));
   return table.add_medium(address, size, true, kind_of(device), memory);
 }
 
@@ -430,7 +431,7 @@ RegionRef Cuda::import(const Export& from, uint64_t size, uint64_t key, std::str
   if (!place(address, size, placement, why)) return nullptr;
   if (!lies_within(address - placement.base, size, placement.size)) return why = "it ends earlier than said", nullptr;
   auto memory = std::make_shared<DeviceMemory>(shared_from_this(), placement.device, address, nullptr, std::nullopt);
-  auto region = std::make_shared<Region>(address, size, key, true, kind_of(placement.device), memory);
+  auto region = std::make_shared<Region>(address, size, key, !from.is_read_only, kind_of(placement.device), memory);
   region->hold_while_open(std::move(allocation));  // its owner may free it as soon as we say that we closed it
   return region;
 }

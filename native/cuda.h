@@ -83,6 +83,9 @@ struct Export {
   uint64_t address = 0;  // in its owner, for another engine of the same process: that may not open the handle
   uint64_t process = 0;  // identity_of_process() of its owner
   char bus_id[16] = {};  // of the device
+  // Zero, as in what earlier releases send: peers may write. The driver gives them no handle that only reads, so those
+  // who open it are asked to keep to this.
+  uint8_t is_read_only = 0;
 };
 
 uint64_t identity_of_process();                                               // random; another one in a forked child
@@ -158,7 +161,7 @@ class Cuda : public std::enable_shared_from_this<Cuda> {
   bool start(std::string& why);
   Result context(int device, Context& context);
   bool place(uint64_t address, uint64_t size, Placement& placement, std::string& why);
-  std::optional<Export> exported(const Placement& placement, uint64_t address, uint64_t size);
+  std::optional<Export> exported(const Placement& placement, uint64_t address, uint64_t size, bool is_writable);
   std::shared_ptr<void> opened(int device, const IpcHandle& handle, Pointer& base, std::string& why);
   Result stage_in(Lane& lane, std::span<const Piece> pieces, uint32_t* checksums);
   Result stage_out(Lane& lane, std::span<const Piece> pieces, uint32_t* checksums);

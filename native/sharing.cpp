@@ -136,6 +136,7 @@ Status CopyingPeer::gather(Job& job, size_t& next, uint64_t& offset, Portion& po
     if (!is_same_key) {
       Status status = find(job.keys[next], job.request.deadline, &job.stop, portion.mapping);
       if (status != Status::kOk) return status;
+      if (job.request.op == Op::kWrite && !portion.mapping.region->is_writable) return Status::kAccessDenied;
       portion.key = job.keys[next];
     }
     if (!is_same_key || !is_same_local) {

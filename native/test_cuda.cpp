@@ -268,6 +268,24 @@ void test_moving() {
   }
 }
 
+// Device memory that its owner registered read-only is read by peers, and written by none.
+void test_read_only_memory() {
+  Pair pair;
+  std::string why;
+  put(pair.remote, noise(Pair::kSize));
+  std::vector<uint8_t> before = bytes_of(pair.remote);
+  RegionRef secret = pair.cuda->add(*pair.far, pair.remote->address, 1000, false, why);
+  assert(secret);
+  pair.peer->set_remote({{secret->address, secret->size, secret->key}});  // whatever a descriptor says of it
+  for (const RegionRef& local : {pair.local, pair.local_device}) {
+    Slice slice{local->address, secret->address, 1000};
+    Completion done = pair.peer->run(request(Op::kWrite, {slice}));
+    assert(done.status == Status::kAccessDenied && done.failed_slice == 0 && bytes_of(pair.remote) == before);
+    assert(pair.peer->run(request(Op::kRead, {slice})).status == Status::kOk);
+  }
+  assert(std::equal(before.begin(), before.begin() + 1000, pair.here.begin()));
+}
+
 // Regions close and jobs are cancelled under traffic: afterwards nothing touches them.
 void test_ending() {
   for (int i = 0; i < rounds / 10; i++) {
@@ -391,13 +409,10 @@ int main(int argc, char** argv) {
   unsigned long long seed;
   if (int asked = take_arguments(argc, argv, seed)) rounds = std::max(6, asked / 5);
   Tests tests = {
-      {"plans", test_plans},
-      {"what is no driver", test_what_is_no_driver},
-      {"regions", test_regions},
-      {"copies", test_copies},
-      {"moving", test_moving},
-      {"ending", test_ending},
-      {"processes", [&] { test_processes(argv[0]); }},
+      {"plans", test_plans},     {"what is no driver", test_what_is_no_driver},
+      {"regions", test_regions}, {"copies", test_copies},
+      {"moving", test_moving},   {"read-only memory", test_read_only_memory},
+      {"ending", test_ending},   {"processes", [&] { test_processes(argv[0]); }},
   };
   run_all(tests, seed, "cuda (double): ");
 }
