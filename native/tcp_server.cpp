@@ -428,10 +428,26 @@ bool TcpConnection::send_reply() {
   return true;
 }
 
+namespace {
+
+// A server without all of its descriptors would serve nothing, and look at once again for what it has to do.
+int made(int fd, const char* step) {
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), step);
+  return fd;
+}
+
+void watch(int epoll, int fd) {
+  epoll_event event{};
+  event.events = EPOLLIN, event.data.fd = fd;
+  made(epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
+}
+
+}  // namespace
+
 // How other threads notify a loop that one of its connections has something to do; outlives the loop, because a
 // device may still be at work when the server is closed.
 struct Bell {
-  const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  const int fd = made(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
   std::mutex mutex;
   std::vector<int> sockets;
 
@@ -448,8 +464,8 @@ struct Bell {
 };
 
 struct TcpServer::Loop {
-  int epoll = epoll_create1(EPOLL_CLOEXEC);
   std::shared_ptr<Bell> bell = std::make_shared<Bell>();
+  const int epoll = made(epoll_create1(EPOLL_CLOEXEC), "epoll_create");
   std::mutex mutex;
   std::vector<int> offered;  // accepted elsewhere, to be adopted here
   std::unordered_map<int, std::unique_ptr<TcpConnection>> connections;
@@ -465,7 +481,6 @@ struct TcpServer::Loop {
 int TcpServer::listen_at(const std::string& host, int port) {
   auto fail = [&](const char* step) {
     int error = errno;
-    for (int listener : listeners_) ::close(listener);
     throw std::system_error(error, std::generic_category(), host + ": " + step);
   };
   std::optional<TcpAddress> address = TcpAddress::parse(host, port);
@@ -491,22 +506,15 @@ bool TcpServer::is_listener(int socket) const {
 TcpServer::TcpServer(std::shared_ptr<RegionTable> regions, uint64_t epoch, const std::vector<std::string>& hosts,
                      int port, int num_threads, std::shared_ptr<TlsContext> tls, TcpLimits limits)
     : regions_(std::move(regions)), epoch_(epoch), tls_(std::move(tls)), limits_(limits) {
-  for (const std::string& host : hosts) ports_.push_back(listen_at(host, port));
-  for (int i = 0; i < num_threads; i++) {
-    auto loop = std::make_unique<Loop>();
-    epoll_event event{};
-    event.events = EPOLLIN, event.data.fd = loop->bell->fd;
-    epoll_ctl(loop->epoll, EPOLL_CTL_ADD, loop->bell->fd, &event);
-    loops_.push_back(std::move(loop));
-  }
-  for (int listener : listeners_) {
-    epoll_event event{};
-    event.events = EPOLLIN, event.data.fd = listener;
-    epoll_ctl(loops_[0]->epoll, EPOLL_CTL_ADD, listener, &event);
-  }
   try {
+    for (const std::string& host : hosts) ports_.push_back(listen_at(host, port));
+    for (int i = 0; i < num_threads; i++) {
+      loops_.push_back(std::make_unique<Loop>());
+      watch(loops_.back()->epoll, loops_.back()->bell->fd);
+    }
+    for (int listener : listeners_) watch(loops_[0]->epoll, listener);
     for (auto& loop : loops_) loop->thread = std::thread([this, &loop = *loop] { serve(loop); });
-  } catch (...) {  // the threads that were started use this object
+  } catch (...) {  // the threads that were started use this object, and its destructor does not run
     close();
     throw;
   }

@@ -7,6 +7,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -734,6 +735,35 @@ void test_rails() {
   assert(refused);
 }
 
+// Without all of its descriptors a server is not made, and leaves none open.
+void test_servers_without_descriptors() {
+  auto table = std::make_shared<RegionTable>();
+  auto next = [] {
+    int fd = dup(0);
+    close(fd);
+    return fd;
+  };
+  const int first = next();
+  rlimit usual;
+  assert(getrlimit(RLIMIT_NOFILE, &usual) == 0);
+  bool is_made = false;
+  for (int num_free = 0; !is_made; num_free++) {
+    rlimit few{static_cast<rlim_t>(first + num_free), usual.rlim_max};
+    assert(setrlimit(RLIMIT_NOFILE, &few) == 0);
+    int error = 0;
+    try {
+      TcpServer server(table, 7, {"127.0.0.1"}, 0, 2);
+      is_made = true;
+    } catch (const std::system_error& refused) {
+      assert(setrlimit(RLIMIT_NOFILE, &usual) == 0);  // a sanitizer that looks at the error needs descriptors, too
+      error = refused.code().value();
+    }
+    assert(setrlimit(RLIMIT_NOFILE, &usual) == 0);
+    assert(is_made == (num_free == 5) && error == (is_made ? 0 : EMFILE));
+    assert(next() == first);
+  }
+}
+
 int main(int argc, char** argv) {
   unsigned long long seed;
   if (int asked = take_arguments(argc, argv, seed)) rounds = asked;
@@ -751,6 +781,7 @@ int main(int argc, char** argv) {
       {"ending over shm", [] { test_ending(false); }},
       {"fence", test_fence},
       {"rails", test_rails},
+      {"servers without descriptors", test_servers_without_descriptors},
       {"server robustness", test_server_robustness},
       {"client robustness", test_client_robustness},
       {"shm robustness", test_shm_robustness},

@@ -134,7 +134,7 @@ class TransferSettings:
     def may_lack(self, scheme: str) -> bool:
         """Whether an engine is made without ``scheme`` where this host lacks what that needs."""
         if self.transports == TransferSettings.transports:
-            return True
+            return scheme != "tcp"  # every host has it, and every peer
         return scheme == "rdma" and "tcp" in self.transports and not self.rdma_devices
 
 

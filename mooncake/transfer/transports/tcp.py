@@ -26,6 +26,9 @@ from mooncake.transfer.transports import PeerConnection, TransportContext, regio
 
 WILDCARDS = ("0.0.0.0", "::")
 
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EAGAIN})
+"""Errors by which the system says that it has no descriptor, memory or thread left for this process."""
+
 
 class TcpConnection:
     is_lost = False  # a connection refused now may be accepted later
@@ -74,6 +77,11 @@ class TcpTransport:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(
                     f"tcp transport: {where} is in use; choose another tcp_port or 0"
+                ) from error
+            if error.errno in EXHAUSTED:
+                raise Unavailable(
+                    f"tcp transport: {error}; raise this process's limits of open files and threads "
+                    "(ulimit -n, ulimit -u), or close what it does not need"
                 ) from error
             raise InvalidArgument(
                 "listen_host", site.listen_host, f"an address of this host ({error})"

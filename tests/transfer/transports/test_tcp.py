@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mooncake.errors import InvalidArgument
+from mooncake.errors import InvalidArgument, Unavailable
 from mooncake.transfer import (
     Op,
     Region,
@@ -315,6 +315,28 @@ def test_a_thousand_idle_strangers() -> None:
             for wire in silent:
                 assert wire.is_closed()
                 wire.socket.close()
+
+
+def test_an_engine_without_descriptors_says_so() -> None:
+    """It is not made without tcp instead, nor with a server that does not serve."""
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)
+    TransferEngine(TransferSettings(transports=("tcp",))).close()  # what is loaded only once is loaded
+    refusals: list[str] = []
+    for num_free in range(16):
+        unused = os.dup(0)
+        os.close(unused)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused + num_free, room[1]))
+        try:
+            TransferEngine(TransferSettings(transports=("tcp",), num_streams=1)).close()
+            break
+        except Unavailable as error:
+            refusals.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, room)
+    steps = ("socket", "eventfd", "epoll_create")
+    assert all(any(step in refusal for refusal in refusals) for step in steps), refusals
+    assert all("ulimit -n" in refusal for refusal in refusals)
+    assert not TransferSettings().may_lack("tcp") and TransferSettings().may_lack("cuda")
 
 
 def test_idle_peers_are_as_many_as_the_limit(engine: TransferEngine) -> None:
