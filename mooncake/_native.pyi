@@ -112,11 +112,15 @@ class Region(Buffer):
     def how(self) -> str:
         """How a file is read and written: ``io_uring, O_DIRECT``, or the fallback and its reason."""
     def flush(self) -> None:
-        """Make a file durable; does nothing for other kinds. *Unlocked.* OSError when the device fails."""
+        """Make a file durable; does nothing for other kinds. *Unlocked.*
+
+        OSError when the device fails; EBADF when the region is closed.
+        """
     def provide(self, offset: int, size_bytes: int) -> None:
         """Reserve disk space for these bytes; does nothing for other kinds. *Unlocked.*
 
-        OSError when there is none. Does nothing on a file system that cannot reserve: writing may then fail.
+        OSError when there is none; EINVAL when the bytes are not inside the region, EBADF when it is closed.
+        Does nothing on a file system that cannot reserve: writing may then fail.
         """
     def view(self) -> memoryview:
         """Memory view of its bytes."""

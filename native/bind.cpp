@@ -10,6 +10,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <cerrno>
 #include <cstring>
 #include <system_error>
 
@@ -83,6 +84,10 @@ int fill_region(PyObject* self, Py_buffer* buffer, int flags) {
   }
   return PyBuffer_FillInfo(buffer, self, reinterpret_cast<void*>(region->address),
                            static_cast<Py_ssize_t>(region->size), !region->is_writable, flags);
+}
+
+void raise_unless_ok(const Outcome& outcome, const char* step) {
+  if (outcome.status != Status::kOk) throw std::system_error(outcome.error, std::generic_category(), step);
 }
 
 // The owner's own access to a region, for bytes that have no view.
@@ -169,28 +174,31 @@ void bind_regions(nb::module_& m) {
                    })
       .def("flush",
            [](Region& self) {
-             Outcome outcome;
+             Outcome outcome{Status::kIoError, EBADF};
+             if (!self.medium) return;
              {
                Unlocked unlocked;
-               if (!self.medium || !self.enter()) return;
-               outcome = self.medium->flush();
-               self.leave();
+               if (self.enter()) {
+                 outcome = self.medium->flush();
+                 self.leave();
+               }
              }
-             if (outcome.status != Status::kOk)
-               throw std::system_error(outcome.error, std::generic_category(), "flush");
+             raise_unless_ok(outcome, "flush");
            })
       .def(
           "provide",
           [](Region& self, uint64_t offset, uint64_t size) {
-            Outcome outcome;
+            bool is_inside = offset <= self.size && size <= self.size - offset;
+            Outcome outcome{Status::kIoError, is_inside ? EBADF : EINVAL};
+            if (!self.medium) return;
             {
               Unlocked unlocked;
-              if (!self.medium || !self.contains(self.address + offset, size) || !self.enter()) return;
-              outcome = self.medium->provide(offset, size);
-              self.leave();
+              if (is_inside && self.enter()) {
+                outcome = self.medium->provide(offset, size);
+                self.leave();
+              }
             }
-            if (outcome.status != Status::kOk)
-              throw std::system_error(outcome.error, std::generic_category(), "provide");
+            raise_unless_ok(outcome, "provide");
           },
           "offset"_a, "size_bytes"_a)
       .def("__repr__",

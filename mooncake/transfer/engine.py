@@ -339,8 +339,9 @@ class TransferEngine(TransferMethods):
         On file systems that cannot reserve space, a full disk is noticed only when writing.
 
         Raises:
+            InvalidArgument: that part is not inside the region.
             OutOfSpace: the disk has no room.
-            StorageError: the disk reports an error.
+            StorageError: the disk reports an error, or the region is unregistered.
         """
         provide(region, offset, size_bytes)
 
@@ -349,7 +350,8 @@ class TransferEngine(TransferMethods):
 
         Raises:
             InvalidArgument: the region is no file.
-            StorageError: the device reports an error; bytes written since the last flush may be lost.
+            StorageError: the device reports an error, or the region is unregistered; bytes written since the
+                last flush may be lost.
         """
         flush(region)
 

@@ -312,6 +312,25 @@ def test_room_is_set_aside_in_a_file_with_holes(engine: TransferEngine, path: Pa
     assert path.stat().st_size == 8 * MIB
 
 
+def test_room_is_set_aside_within_the_region_only(engine: TransferEngine, path: Path) -> None:
+    region = engine.open_file(path, MIB)
+    for offset, size_bytes in ((MIB, 1), (1, MIB), (2**63, 2**63)):
+        with pytest.raises(InvalidArgument, match=r"offset, size_bytes.* 1,048,576 bytes"):
+            engine.provide(region, offset, size_bytes)
+    engine.provide(region, 0, MIB)
+
+
+def test_what_was_not_done_to_a_closed_file_is_no_success(engine: TransferEngine, path: Path) -> None:
+    """A durable put is acknowledged because its file was flushed."""
+    region = engine.open_file(path, MIB)
+    engine.flush(region)
+    engine.unregister(region)
+    with pytest.raises(StorageError, match=r"flush .*unregistered.* may be lost"):
+        engine.flush(region)
+    with pytest.raises(StorageError, match=r"provide .*unregistered"):
+        engine.provide(region, 0, 4096)
+
+
 def test_a_full_disk_refuses_room(engine: TransferEngine, path: Path) -> None:
     class Full:
         path = "the disk"

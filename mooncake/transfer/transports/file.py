@@ -40,6 +40,8 @@ from mooncake.transfer.transports import (
 
 log = get_logger(__name__)
 
+CLOSED = "the region was unregistered, or its engine closed"
+
 _engines: weakref.WeakValueDictionary[int, FileTransport] = weakref.WeakValueDictionary()
 
 
@@ -128,6 +130,11 @@ def provide(region: Region, offset: int, size_bytes: int) -> None:
     try:
         region.provide(offset, size_bytes)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            allowed = f"a part of the region's {region.size_bytes:,} bytes"
+            raise InvalidArgument("offset, size_bytes", (offset, size_bytes), allowed) from error
+        if error.errno == errno.EBADF:
+            raise StorageError(f"provide {region.path}: {CLOSED}") from error
         raise _refused(region.path, size_bytes, error) from error
 
 
@@ -162,8 +169,9 @@ def flush(region: Region) -> None:
     try:
         region.flush()
     except OSError as error:
+        cause = CLOSED if error.errno == errno.EBADF else error.strerror
         raise StorageError(
-            f"flush {region.path}: {error.strerror}; what was written since the last flush may be lost"
+            f"flush {region.path}: {cause}; what was written since the last flush may be lost"
         ) from error
 
 
