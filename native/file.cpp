@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <unordered_map>
@@ -132,7 +133,7 @@ FileIo FileMedium::cut(Op op, uint64_t offset, uint8_t* memory, uint64_t length,
   if (head > 0) return {op, fd_, memory, std::min(length, head), offset};
   if (length < unit_) return {op, fd_, memory, length, offset};
   needs_staging = reinterpret_cast<uint64_t>(memory) % memory_alignment_ != 0;
-  return {op, direct_fd_, memory, std::min(length / unit_ * unit_, kIoBytes), offset};
+  return {op, direct_fd_, memory, std::min(length / unit_ * unit_, kIoBytes), offset, true};
 }
 
 bool FileMedium::goes_on(FileIo& io, int result, Outcome& outcome) {
@@ -143,7 +144,9 @@ bool FileMedium::goes_on(FileIo& io, int result, Outcome& outcome) {
   }
   auto count = static_cast<uint64_t>(result);
   io.memory += count, io.offset += count, io.length -= count;
-  if (io.length > 0 && io.op == Op::kRead && count % 512 != 0)  // stopped at the end of the file
+  // A direct read that stops within a unit has met the end of the file, and what follows it cannot be read directly.
+  // Through the page cache the kernel says at the next read whether it is the end or a place that cannot be read.
+  if (io.length > 0 && io.op == Op::kRead && io.is_direct && count % 512 != 0)
     return outcome = {Status::kIoError, ENODATA}, false;
   return io.length > 0;
 }
@@ -339,7 +342,8 @@ class Lot {
  public:
   struct Ended {
     uint64_t token;
-    int result;
+    int result;                        // of the kernel; the part may have a rest
+    std::optional<Outcome> outcome{};  // of the medium's threads, which carry parts to their end
   };
 
   explicit Lot(Ring* ring) : ring_(ring) {}
@@ -354,9 +358,9 @@ class Lot {
       while (!ring_->push(io, token)) (void)ring_->submit(0);
       return;
     }
-    auto answer = [this, token, length = io.length](Outcome outcome) {
+    auto answer = [this, token](Outcome outcome) {
       std::lock_guard lock(mutex_);
-      ended_.push_back({token, outcome.status == Status::kOk ? static_cast<int>(length) : -outcome.error});
+      ended_.push_back({token, 0, outcome});
       changed_.notify_one();
     };
     medium.start(io.op, io.offset, io.memory, io.length, std::move(answer));
@@ -483,8 +487,9 @@ class FileJob {
 
   void end(Lot& lot, const Lot::Ended& ended) {
     Part& part = parts_[ended.token];
-    Outcome outcome;
-    if (FileMedium::goes_on(part.io, ended.result, outcome)) return lot.add(*medium(part.slice), part.io, ended.token);
+    Outcome outcome = ended.outcome.value_or(Outcome{});
+    if (!ended.outcome && FileMedium::goes_on(part.io, ended.result, outcome))
+      return lot.add(*medium(part.slice), part.io, ended.token);
     idle_.push_back(ended.token);
     if (outcome.status != Status::kOk) return fail(outcome.status, static_cast<int64_t>(part.slice), outcome.error);
     auto* memory = reinterpret_cast<uint8_t*>(job_.request.slices[part.slice].local + part.begin);

@@ -20,6 +20,7 @@ struct FileIo {
   uint8_t* memory;
   uint64_t length;
   uint64_t offset;
+  bool is_direct = false;  // around the page cache: offset and length are multiples of the device's unit
 };
 
 // One thread fills and submits at a time, one takes out; these may be different ones unless `is_private`.

@@ -322,6 +322,20 @@ void test_media_without_threads() {
     error.wait(-1);
     assert(error == 0);
   }
+  // A job that a ring does not carry ends, too: it does not try again without end.
+  auto table = std::make_shared<RegionTable>();
+  auto medium = std::make_shared<FileMedium>(file.path, 10'000, FileMedium::Options{true, true, false, 4});
+  std::vector<uint8_t> memory(10'000);
+  RegionRef local = table->add(address_of(memory.data()), memory.size(), true);
+  RegionRef remote = table->add_medium(medium->address(), medium->size(), true, "file", medium);
+  auto peer = std::make_shared<FilePeer>(table, table, published(*table), 1);
+  for (Op op : {Op::kRead, Op::kWrite}) {
+    NoThreads none;
+    Completion done = peer->run(request(op, {{local->address, remote->address, 10'000}}));
+    assert(done.status == Status::kIoError && done.error == EAGAIN && done.failed_slice == 0 && !done.reason.empty());
+  }
+  assert(peer->run(request(Op::kRead, {{local->address, remote->address, 10'000}})).status == Status::kOk);
+  peer->close();
   Served served(512);
   {
     NoThreads none;
@@ -553,6 +567,26 @@ void test_files() {
     }
 }
 
+// What the kernel says of a part decides whether its rest is tried. A read through the page cache that stops early may
+// have met a place that the disk does not read: the next answer says whether that is so, or it is the end of the file.
+void test_rests_of_parts() {
+  std::vector<uint8_t> memory(8192);
+  auto after = [&](bool is_direct, std::initializer_list<int> results) {
+    FileIo io{Op::kRead, -1, memory.data(), memory.size(), 100, is_direct};
+    Outcome outcome;
+    bool goes_on = true;
+    for (int result : results) {
+      assert(goes_on);
+      goes_on = FileMedium::goes_on(io, result, outcome);
+    }
+    assert(!goes_on);
+    return outcome.status == Status::kOk ? 0 : outcome.error;
+  };
+  assert(after(false, {3996, -EIO}) == EIO && after(false, {3996, 0}) == ENODATA);
+  assert(after(false, {3996, -EAGAIN, -EINTR, 4196}) == 0);
+  assert(after(true, {3996}) == ENODATA && after(true, {4096, -EIO}) == EIO && after(true, {4096, 4096}) == 0);
+}
+
 // The path `file` from several threads, until the file, the memory or the owner goes: within a process, and
 // as another process would, by the descriptor.
 void test_file_peers() {
@@ -633,6 +667,7 @@ int main(int argc, char** argv) {
       {"staging of stopped readers", test_staging_of_stopped_readers},
       {"staging ahead is bounded", test_staging_ahead_is_bounded},
       {"ending media", test_ending_media},
+      {"rests of parts", test_rests_of_parts},
       {"files", test_files},
       {"file peers", test_file_peers},
   };
