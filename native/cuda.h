@@ -86,6 +86,7 @@ struct Export {
   // Zero, as in what earlier releases send: peers may write. The driver gives them no handle that only reads, so those
   // who open it are asked to keep to this.
   uint8_t is_read_only = 0;
+  uint8_t reserved[7] = {};  // so that a later release can send something here
 };
 
 uint64_t identity_of_process();                                               // random; another one in a forked child

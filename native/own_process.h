@@ -20,9 +20,9 @@ class OwnProcess {
   uint32_t num_forks_;
 };
 
-// Sockets that a forked child must not keep: with its copies open, peers would take a process that has died for one
-// that is there. From now on a child has something without a use under that number, which the child's copies of
-// their owners close. A child that is forked between the system call that makes a socket and this one keeps it.
+// Descriptors that a forked child must not keep: with its copies of sockets open, peers would take a process that has
+// died for one that is there. From now on a child has something without a use under that number, which the child's
+// copies of their owners close. A child that is forked between the system call that makes one and this call keeps it.
 void leave_to_parent(int fd);
 void close_own(int fd);  // ends that, and closes
 

@@ -7,13 +7,16 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "own_process.h"
+
 namespace mooncake {
 
 Queue::Queue() : eventfd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (eventfd_ < 0) throw std::runtime_error("eventfd: no file descriptors left");
+  leave_to_parent(eventfd_);  // a child that submits would wake the parent's event loop, which finds nothing
 }
 
-Queue::~Queue() { close(eventfd_); }
+Queue::~Queue() { close_own(eventfd_); }
 
 void Queue::push(Completion completion) {
   std::lock_guard lock(mutex_);

@@ -5,6 +5,7 @@
 //     test_native [seed] [rounds]
 
 #include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/resource.h>
@@ -178,6 +179,8 @@ void test_forked_children() {
   int status;
   assert(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
   assert(own);
+  pollfd entry{queue->fileno(), POLLIN, 0};  // what the child has submitted does not wake the parent
+  assert(poll(&entry, 1, 0) == 0 && queue->drain(1, 0).empty());
   peer->close();
 }
 
@@ -743,6 +746,11 @@ void test_servers_without_descriptors() {
     close(fd);
     return fd;
   };
+  std::vector<int> filled;  // unused numbers below used ones would count as free
+  int highest = 0;
+  for (int fd = 0; fd < 4096; fd++)
+    if (fcntl(fd, F_GETFD) >= 0) highest = fd;
+  while (next() < highest) filled.push_back(dup(0));
   const int first = next();
   rlimit usual;
   assert(getrlimit(RLIMIT_NOFILE, &usual) == 0);
@@ -762,6 +770,7 @@ void test_servers_without_descriptors() {
     assert(is_made == (num_free == 5) && error == (is_made ? 0 : EMFILE));
     assert(next() == first);
   }
+  for (int fd : filled) close(fd);
 }
 
 int main(int argc, char** argv) {
