@@ -101,6 +101,11 @@ class RemoteSegment:
             f"<Segment {self.name} paths={','.join(self.paths)} regions={len(self.descriptor.regions)}{lost}>"
         )
 
+    def leave_to_parent(self, reason: str) -> None:
+        """Refuse everything in a forked child; its locks may be held by threads that are not here."""
+        self.rails_lock, self._lock = threading.Lock(), threading.Lock()
+        self.reason, self.is_replaced, self.may_be_stale = reason, True, True
+
     def connection(self, path: str, timeout_s: float) -> PeerConnection | None:
         """The connection over ``path``, made first if needed. None when the path is lost."""
         if self.is_replaced:
@@ -335,7 +340,7 @@ class PeerTable:
         self._lock = threading.Lock()
         self._refusal = "this engine is that of the process that forked this one; make another one here"
         for segment in self._opened.values():
-            segment.reason, segment.is_replaced, segment.may_be_stale = self._refusal, True, True
+            segment.leave_to_parent(self._refusal)
 
     def require_name_service(self) -> NameService:
         """Return the name service; raises InvalidArgument when the engine was made without metadata."""

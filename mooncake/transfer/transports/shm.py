@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from mooncake import _native
 from mooncake._native import Status, View
-from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost
+from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost, Unavailable
 from mooncake.transfer.descriptor import RegionInfo
 from mooncake.transfer.transports import (
     NativeConnection,
@@ -33,7 +33,10 @@ class ShmConnection(NativeConnection):
 
 class SharedMemoryTransport:
     def __init__(self, site: TransportContext) -> None:
-        self._native = _native.ShmTransport(site.regions, site.epoch)
+        try:
+            self._native = _native.ShmTransport(site.regions, site.epoch)
+        except OSError as error:
+            raise Unavailable(f"shm transport: {error}") from error
         self.endpoint = self._native.endpoint
         self._is_closed = False
 

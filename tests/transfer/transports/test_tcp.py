@@ -317,10 +317,11 @@ def test_a_thousand_idle_strangers() -> None:
                 wire.socket.close()
 
 
-def test_an_engine_without_descriptors_says_so() -> None:
+@pytest.mark.parametrize("transports", [("tcp",), TransferSettings.transports], ids=["tcp", "all"])
+def test_an_engine_without_descriptors_says_so(transports: tuple[str, ...]) -> None:
     """It is not made without tcp instead, nor with a server that does not serve."""
     room = resource.getrlimit(resource.RLIMIT_NOFILE)
-    TransferEngine(TransferSettings(transports=("tcp",))).close()  # what is loaded only once is loaded
+    TransferEngine(TransferSettings(transports=transports)).close()  # what is loaded only once is loaded
     refusals: list[str] = []
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as filled:  # unused numbers below used ones would count as free
@@ -330,7 +331,7 @@ def test_an_engine_without_descriptors_says_so() -> None:
         for num_free in range(16):
             resource.setrlimit(resource.RLIMIT_NOFILE, (unused + num_free, room[1]))
             try:
-                TransferEngine(TransferSettings(transports=("tcp",), num_streams=1)).close()
+                TransferEngine(TransferSettings(transports=transports, num_streams=1)).close()
                 break
             except Unavailable as error:
                 refusals.append(str(error))
