@@ -13,7 +13,7 @@ from tests.cluster import Cluster, running_cluster
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[Cluster]:
     # Round robin, so that consecutive requests are known to land on different workers.
-    memory = ("--pool-size", "1GiB", "--kv-cache-size", "512MiB")
+    memory = ("--pool-size", "512MiB", "--kv-cache-size", "256MiB")
     with running_cluster("--scheduling", "round_robin", *memory) as cluster:
         yield cluster
 
