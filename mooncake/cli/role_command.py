@@ -112,6 +112,7 @@ def add_command(
         try:
             run(Invocation(settings, logs, file, tracing))
         finally:
+            install_tracing(None)
             traces.close()
 
     parameters = [_parameter(option) for option in config.options(settings_class)]
