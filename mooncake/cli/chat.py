@@ -21,7 +21,7 @@ from typing import Annotated, Any, TextIO
 import msgspec
 from msgspec import Meta
 
-from mooncake.cli.output import check_url, harmless, reason_of
+from mooncake.cli.output import check_url, harmless, reason_in, reason_of
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Secret
 from mooncake.errors import DeadlineExceeded, PeerLost, ProtocolError
@@ -184,11 +184,7 @@ def _refusal(response: http.client.HTTPResponse, url: str) -> str:
         content = error.partial
     except (OSError, http.client.HTTPException):
         content = b""
-    try:
-        message = reason_of(json.loads(content)["error"])
-    except (ValueError, LookupError, TypeError):
-        message = content[:200].decode(errors="replace")
-    return harmless(f"{url} answered {response.status} {response.reason}: {message}")
+    return harmless(f"{url} answered {response.status} {response.reason}: {reason_in(content)}")
 
 
 class _ChatDelta(msgspec.Struct):

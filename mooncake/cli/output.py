@@ -7,6 +7,7 @@ Progress goes to standard error and only to a terminal, so that output that is p
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
@@ -130,6 +131,14 @@ def one_line(text: str, stream: TextIO | None = None) -> str:
 def reason_of(error: Any) -> str:
     """An error as servers of the OpenAI API send it, an object with a message or a text, as text."""
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def reason_in(content: bytes) -> str:
+    """The error in the body of an answer whose status is one, as text; without one, the body's beginning."""
+    try:
+        return reason_of(json.loads(content)["error"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return content[:200].decode(errors="replace")
 
 
 def print_json(value: Any) -> None:

@@ -106,10 +106,10 @@ def _hits(prompt: PromptBlocks) -> tuple[int, list[BlockVerdict]]:
     tiers, num_blocks = np.frombuffer(prompt.tiers, np.uint8), len(prompt.keys)
     if prompt.is_measured:
         num_hit = min(num_blocks, prompt.num_cached + prompt.num_loaded)
+        num_local = min(num_hit, prompt.num_cached)
     else:
         missing = (tiers == 0).nonzero()[0]
-        num_hit = int(missing[0]) if len(missing) else num_blocks
-    num_local = min(num_hit, prompt.num_cached) if prompt.is_measured else num_hit
+        num_hit = num_local = int(missing[0]) if len(missing) else num_blocks
     found = [
         BlockVerdict(first, num, "hit", _place(prompt, first)) for first, num in _runs([tiers], 0, num_local)
     ]

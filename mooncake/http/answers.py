@@ -33,7 +33,7 @@ from mooncake.http.openai import (
 )
 from mooncake.http.worker_stats import ResumedStats
 
-MAX_WHOLE_LOGPROBS = 4 << 17
+MAX_WHOLE_LOGPROBS = 1 << 19
 """Most log probabilities in an answer that is not streamed, those of alternatives included: all are in memory
 until the answer ends, some hundred bytes each."""
 
@@ -52,12 +52,12 @@ def bound_logprobs(request: AnyRequest, rooms: Iterable[int]) -> None:
     """
     if request.stream or request.num_logprobs is None:
         return
-    limit, longest = request.output_limit, [*rooms]
-    most_tokens = MAX_WHOLE_LOGPROBS // (1 + request.num_logprobs)
-    num_tokens = request.n * sum(room if limit is None else min(limit, room) for room in longest)
+    limit = request.output_limit
+    lengths = [room if limit is None else min(limit, room) for room in rooms]
+    num_tokens, most_tokens = request.n * sum(lengths), MAX_WHOLE_LOGPROBS // (1 + request.num_logprobs)
     if num_tokens <= most_tokens:
         return
-    default = most_tokens // (request.n * len(longest))
+    default = most_tokens // (request.n * len(lengths))
     if limit is None and default >= max(1, request.min_tokens):
         request.max_tokens = default
         return

@@ -168,14 +168,12 @@ def create_app(api: Api) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Complete one or more prompts; the gateway's requests carry which part this worker computes."""
-        began = clock.monotonic()
-        return await _answer(api, request, await _parsed(CompletionRequest, request), began)
+        return await _answer(api, request, CompletionRequest)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answer a chat; the gateway's requests carry which part of it this worker computes."""
-        began = clock.monotonic()
-        return await _answer(api, request, await _parsed(ChatCompletionRequest, request), began)
+        return await _answer(api, request, ChatCompletionRequest)
 
     @app.post("/v1/kv/hand_over")
     async def hand_over(request: Request) -> Response:
@@ -252,7 +250,9 @@ def _hand_over(api: Api, body: bytes) -> bytes:
     return msgspec.json.encode({"status": "leaving", "push_port": api.push_port})
 
 
-async def _answer(api: Api, http: Request, api_request: AnyRequest, began: float) -> Response:
+async def _answer(api: Api, http: Request, shape: type[RequestT]) -> Response:
+    began = clock.monotonic()
+    api_request = await _parsed(shape, http)
     if api_request.model is not None and api_request.model != api.model:
         raise model_not_found(api_request.model, api.model)
     num_prompts = len(api_request.prompts) if isinstance(api_request, CompletionRequest) else 1

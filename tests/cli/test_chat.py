@@ -67,6 +67,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.failure == "half a refusal":
             self._reply(500, '{"error": {"mess', length=1000)
             return
+        if self.server.failure == "a refusal of many levels":
+            self._reply(500, "[" * 100_000)
+            return
         events: list[Any] = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
             {"choices": [{"delta": {"content": self.server.text[0]}}]},
@@ -183,6 +186,9 @@ def test_half_an_answer_is_no_traceback(openai: OpenAi, capsys: pytest.CaptureFi
     openai.failure = "half a refusal"
     _, text = talk(openai, "capital?")
     assert f"error: {openai.url} answered 500 Internal Server Error: " + '{"error": {"mess\n' in text
+    openai.failure = "a refusal of many levels"
+    _, text = talk(openai, "capital?")
+    assert text.endswith(f"error: {openai.url} answered 500 Internal Server Error: {'[' * 200}\n")
     openai.failure = "half a list"
     with pytest.raises(SystemExit) as exit:
         main(["chat", "--url", openai.url])

@@ -496,17 +496,27 @@ def claim_of(*names: str) -> list[Placed]:
     return [Placed(Place(name, 64), Decision(name, None, "127.0.0.1:1", "")) for name in names]
 
 
-async def test_a_claim_in_parts_ends_what_none_of_them_names(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.asynccontextmanager
+async def first_of_pair(worker: Worker) -> AsyncIterator[tuple[One, AsyncClient]]:
+    """A conductor whose peer does not run, which has a worker, and a gateway's connection to it."""
     first, closed = free_ports("127.0.0.1", 2, Random())
     one = await begin(first, closed)
     gateway = AsyncClient(one.address, REPLIES)
-    shared: list[SharedFact] = []
-    monkeypatch.setattr(one.server.peers, "share", shared.append)
     try:
-        one.service.post(AddInstance(workers[0].address, WorkerRole.DECODE))
+        one.service.post(AddInstance(worker.address, WorkerRole.DECODE))
         await until(lambda: one.service.core.status()[0].health == "ready")
+        yield one, gateway
+    finally:
+        await gateway.close()
+        await one.stop()
+
+
+async def test_a_claim_in_parts_ends_what_none_of_them_names(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with first_of_pair(workers[0]) as (one, gateway):
+        shared: list[SharedFact] = []
+        monkeypatch.setattr(one.server.peers, "share", shared.append)
         for name in ("ended", "first", "last", "pending", "anew"):
             await gateway.call(Place(name, 64), 5.0)
         await gateway.call(ClaimRequests(claim_of("first"), 1, is_first=True), 5.0)
@@ -517,25 +527,14 @@ async def test_a_claim_in_parts_ends_what_none_of_them_names(
         await gateway.call(ClaimRequests(claim_of("last"), 1, False, True, ["pending"]), 5.0)
         assert in_flight(one) == ["anew", "first", "last", "new", "pending"]
         assert shared[-1] == Finished("ended"), "and the other conductors receive it"
-    finally:
-        await gateway.close()
-        await one.stop()
 
 
 async def test_a_claim_that_lacks_its_beginning_ends_nothing(workers: list[Worker]) -> None:
-    [port] = free_ports("127.0.0.1", 1, Random())
-    one = await begin(port)
-    gateway = AsyncClient(one.address, REPLIES)
-    try:
-        one.service.post(AddInstance(workers[0].address, WorkerRole.DECODE))
-        await until(lambda: one.service.core.status()[0].health == "ready")
+    async with first_of_pair(workers[0]) as (one, gateway):
         await gateway.call(Place("a", 64), 5.0)
         await gateway.call(ClaimRequests(claim_of("b"), 1, is_last=True), 5.0)
         await gateway.call(ClaimRequests(claim_of("c")), 5.0)
         assert in_flight(one) == ["a", "b", "c"]
-    finally:
-        await gateway.close()
-        await one.stop()
 
 
 async def test_a_claim_that_is_read_late_takes_no_request_back() -> None:
@@ -583,15 +582,10 @@ async def test_two_that_are_cut_off_both_lead_until_they_meet_again(workers: lis
 async def test_a_refusal_is_no_end_where_nothing_was_placed(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, closed = free_ports("127.0.0.1", 2, Random())
-    one = await begin(first, closed)
-    gateway = AsyncClient(one.address, REPLIES)
-    shared: list[SharedFact] = []
-    monkeypatch.setattr(one.server.peers, "share", shared.append)
-    replicas, worker = one.server.peers.replicas, workers[0].address
-    try:
-        one.service.post(AddInstance(worker, WorkerRole.DECODE))
-        await until(lambda: one.service.core.status()[0].health == "ready")
+    async with first_of_pair(workers[0]) as (one, gateway):
+        shared: list[SharedFact] = []
+        monkeypatch.setattr(one.server.peers, "share", shared.append)
+        replicas, worker = one.server.peers.replicas, workers[0].address
         for _ in range(2):  # its gateway reports an end after each answer, whatever that was
             assert isinstance(await gateway.call(Place("never", 64, exclude=[worker]), 5.0), Refuse)
             await gateway.call(Finished("never"), 5.0)
@@ -605,6 +599,3 @@ async def test_a_refusal_is_no_end_where_nothing_was_placed(
         assert [name for name, _ in replicas.recent_ends(0.0)] == ["once", "never"]
         await gateway.call(Finished("unknown"), 5.0)
         assert replicas.ended_at("unknown") > 0, "its placement may be reported late"
-    finally:
-        await gateway.close()
-        await one.stop()

@@ -25,6 +25,7 @@ from mooncake.conductor.messages import InstanceStatus
 from mooncake.conductor.server import ConductorService
 from mooncake.gateway.endpoint_picker import EndpointPicker, PickRules
 from mooncake.gateway.epp import EppSettings
+from mooncake.gateway.ext_proc_messages import HealthCheckRequest, HealthCheckResponse
 from mooncake.gateway.ext_proc_server import PickerServer, ServerTlsFiles
 from mooncake.gateway.gateway import Gateway
 from tests.gateway.engines import BLOCK, Engine, Wire
@@ -37,6 +38,16 @@ TIMEOUT_S = 20.0
 
 def header_map(fields: Mapping[str, str]) -> dict[str, Any]:
     return {"headers": [{"key": name, "raw_value": value.encode()} for name, value in fields.items()]}
+
+
+async def health_of(channel: Any, service: str) -> int:
+    """A service's status by gRPC's health protocol: 1 serving, 2 not serving."""
+    call = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=HealthCheckResponse.FromString,
+    )
+    return int((await call(HealthCheckRequest(service=service), timeout=10)).status)
 
 
 class Exchange:

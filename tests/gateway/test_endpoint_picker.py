@@ -23,12 +23,11 @@ from mooncake.conductor.server import ConductorServer, ConductorService
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.gateway.app import create_operator_app
 from mooncake.gateway.endpoint_picker import normalized, why_none
-from mooncake.gateway.ext_proc_messages import HealthCheckRequest, HealthCheckResponse
 from mooncake.http.server import HttpServer, listen
 from mooncake.metrics import registry
 from mooncake.types import WorkerRole
 from tests.gateway.engines import BLOCK, Front, fronting
-from tests.gateway.envoy import Proxy, proxied
+from tests.gateway.envoy import Proxy, health_of, proxied
 from tests.waiting import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -259,12 +258,7 @@ async def test_a_picker_of_instances_without_addresses_is_not_ready(caplog: pyte
             )
 
         await until(is_explained)
-        health = proxy.channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=HealthCheckResponse.FromString,
-        )
-        assert (await health(HealthCheckRequest(service="readiness"), timeout=10)).status == 2
+        assert await health_of(proxy.channel, "readiness") == 2
         app = create_operator_app(proxy.gateway, proxy.picker.why_not_ready)
         server = HttpServer(app, listen("127.0.0.1", 0))
         await server.start()

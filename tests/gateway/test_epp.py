@@ -120,9 +120,8 @@ async def test_a_process_serves_proxies_with_its_credential(way: str, tmp_path: 
     pytest.importorskip("envoy.service.ext_proc", reason="xds-protos is not installed (extra dev)")
     aio = pytest.importorskip("grpc.aio")
 
-    from mooncake.gateway.ext_proc_messages import HealthCheckRequest, HealthCheckResponse
     from tests.gateway.engines import Engine, Wire
-    from tests.gateway.envoy import Exchange
+    from tests.gateway.envoy import Exchange, health_of
 
     for name in ("node-1", "proxy"):
         make(CertsSettings(folder=tmp_path, name=name, role="node"))
@@ -149,14 +148,9 @@ async def test_a_process_serves_proxies_with_its_credential(way: str, tmp_path: 
         # Engines have no certificate of the cluster.
         async with process("--endpoints", engine.address, "--plain-engines", *words) as found:
             async with aio.insecure_channel(f"127.0.0.1:{found.health_port}") as plain:
-                check = plain.unary_unary(
-                    "/grpc.health.v1.Health/Check",
-                    request_serializer=lambda message: message.SerializeToString(),
-                    response_deserializer=HealthCheckResponse.FromString,
-                )
 
                 async def is_ready() -> bool:
-                    return bool((await check(HealthCheckRequest(service="readiness"))).status == 1)
+                    return await health_of(plain, "readiness") == 1
 
                 await until(is_ready)
             metadata = [("authorization", "Bearer correct-horse")] if way == "key" else []

@@ -17,7 +17,7 @@ from mooncake.gateway import endpoint_picker
 from mooncake.gateway.ext_proc_messages import HealthCheckRequest, HealthCheckResponse
 from mooncake.metrics import registry
 from tests.gateway.doubles import answer_text
-from tests.gateway.envoy import Exchange, Proxy, proxied
+from tests.gateway.envoy import Exchange, health_of, proxied
 from tests.waiting import until
 
 PROMPT = "w20 w21 w22 w23 w24 w25 w26 w27 w28 w29"
@@ -447,7 +447,7 @@ async def test_a_proxy_without_the_key_is_denied(caplog: pytest.LogCaptureFixtur
         exchange = proxy.exchange([("authorization", "Bearer correct-horse")])
         await exchange.completed(BODY)
         await exchange.end()
-        assert await checked(proxy, "") == 1, "health needs no key"
+        assert await health_of(proxy.channel, "") == 1, "health needs no key"
 
 
 async def test_a_proxy_s_key_that_is_not_utf_8_denies_all_others() -> None:
@@ -483,36 +483,28 @@ async def test_streams_and_connections_are_bounded() -> None:
 # --- health
 
 
-async def checked(proxy: Proxy, service: str, channel: Any = None) -> int:
-    call = (channel or proxy.channel).unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=HealthCheckResponse.FromString,
-    )
-    return int((await call(HealthCheckRequest(service=service), timeout=10)).status)
-
-
 async def test_health_follows_the_engines() -> None:
     ext_proc = "envoy.service.ext_proc.v3.ExternalProcessor"
     async with proxied(1) as proxy:
-        assert [await checked(proxy, one) for one in ("", "liveness", "readiness", ext_proc)] == [1, 1, 1, 1]
+        found = [await health_of(proxy.channel, one) for one in ("", "liveness", "readiness", ext_proc)]
+        assert found == [1, 1, 1, 1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await checked(proxy, "other")
+            await health_of(proxy.channel, "other")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await proxy.engines[0].stop()
 
         async def is_unready() -> bool:
-            return await checked(proxy, ext_proc) == 2
+            return await health_of(proxy.channel, ext_proc) == 2
 
         await until(is_unready, "readiness lost")
-        assert await checked(proxy, "liveness") == 1
+        assert await health_of(proxy.channel, "liveness") == 1
 
 
 async def test_health_has_a_port_of_its_own_that_picks_nothing() -> None:
     async with proxied(1) as proxy:
         port = await proxy.server.start_health("127.0.0.1:0")
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            assert await checked(proxy, "readiness", channel) == 1
+            assert await health_of(channel, "readiness") == 1
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await Exchange(channel).receive()
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

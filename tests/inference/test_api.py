@@ -471,21 +471,26 @@ async def test_log_probabilities_of_a_whole_answer_are_bounded(client: Client) -
     assert error["param"] == "logprobs" and "may have 8601600 log probabilities" in error["message"]
 
 
-async def test_the_time_to_the_first_token_includes_the_work_before_the_engine(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elapsed_s = 0.0
+def slowed(client: Client, monkeypatch: pytest.MonkeyPatch, encode_s: float) -> SimpleNamespace:
+    """A clock of the API that stands still, but for ``encode_s`` while a prompt is tokenized."""
+    fake_clock = SimpleNamespace(now=0.0, wall=clock.wall)
+    fake_clock.monotonic = lambda: fake_clock.now
     tokenizer = client.generator.tokenizer
     encode = tokenizer.encode
 
     def slow(text: str) -> list[int]:
-        nonlocal elapsed_s
-        elapsed_s += 3.0
+        fake_clock.now += encode_s
         return encode(text)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
-    fake_clock = SimpleNamespace(monotonic=lambda: elapsed_s, wall=clock.wall)
     monkeypatch.setattr("mooncake.inference.api.clock", fake_clock)
+    return fake_clock
+
+
+async def test_the_time_to_the_first_token_includes_the_work_before_the_engine(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowed(client, monkeypatch, 3.0)
     before = [one._sum.get() for one in (ttft_seconds, e2e_seconds)]
     await client.post(TEXT, {"prompt": "ab", "max_tokens": 1})
     after = [one._sum.get() for one in (ttft_seconds, e2e_seconds)]
@@ -495,25 +500,15 @@ async def test_the_time_to_the_first_token_includes_the_work_before_the_engine(
 async def test_a_place_in_the_queue_is_not_waited_for_longer_because_of_an_upload(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elapsed_s = 0.0
-    encode = client.generator.tokenizer.encode
-
-    def slow(text: str) -> list[int]:
-        nonlocal elapsed_s
-        elapsed_s += 1000.0
-        return encode(text)
+    fake_clock = slowed(client, monkeypatch, 1000.0)
 
     async def pieces(self: Generator, *arguments: Any, **more: Any) -> AsyncIterator[AnswerPiece]:
-        nonlocal elapsed_s
-        elapsed_s += 21.0
+        fake_clock.now += 21.0
         yield AnswerPiece(finish_reason="length")
 
     def full(self: object, request: object) -> Refusal:
         return Refusal("queue_full", "the queue is full")
 
-    monkeypatch.setattr(client.generator.tokenizer, "encode", slow)
-    fake_clock = SimpleNamespace(monotonic=lambda: elapsed_s, wall=clock.wall)
-    monkeypatch.setattr("mooncake.inference.api.clock", fake_clock)
     with monkeypatch.context() as once:
         once.setattr(Generator, "pieces", pieces)
         await client.post(TEXT, {"prompt": "ab", "max_tokens": 1})

@@ -21,7 +21,7 @@ import msgspec
 import typer
 
 from mooncake import clock
-from mooncake.cli.output import reason_of
+from mooncake.cli.output import reason_in, reason_of
 from mooncake.errors import AccessDenied, InvalidArgument, ProtocolError, Unavailable, cause_of
 from mooncake.http.sse import EventParser
 from mooncake.security import tool_identity
@@ -117,9 +117,9 @@ class Endpoint:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"{self.url} does not answer: {cause_of(error)}") from error
         if status in (401, 403):
-            raise AccessDenied(f"{self.url}/v1/models answers {status}: {_message(content)}; pass --api-key")
+            raise AccessDenied(f"{self.url}/v1/models answers {status}: {reason_in(content)}; pass --api-key")
         if status not in (200, 404):  # a server of completions only has no such page
-            raise Unavailable(f"{self.url}/v1/models answers {status}: {_message(content)}")
+            raise Unavailable(f"{self.url}/v1/models answers {status}: {reason_in(content)}")
         try:
             return str(json.loads(content)["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
@@ -157,7 +157,7 @@ class Endpoint:
                 if response.status == 200:
                     await _follow(response, answer, began)
                 else:
-                    answer.error = _message(await response.read())
+                    answer.error = reason_in(await response.read())
                     answer.retry_after_s = _seconds(response.headers.get("Retry-After"))
         except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as error:
             answer.error = cause_of(error)
@@ -231,14 +231,6 @@ def _read(chunk: _CompletionChunk, answer: TimedAnswer, now_s: float) -> None:
     answer.num_events += len(answer.token_at_s) > num_before
     details = (chunk.usage or _CompletionUsage()).prompt_tokens_details or _PromptTokensDetails()
     answer.num_cached = details.cached_tokens or answer.num_cached
-
-
-def _message(content: bytes) -> str:
-    """The reason in the body of an answer that is an error."""
-    try:
-        return reason_of(json.loads(content)["error"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return content[:200].decode(errors="replace")
 
 
 def _seconds(text: str | None) -> float | None:

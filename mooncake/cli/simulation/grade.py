@@ -29,6 +29,7 @@ from mooncake.sim.silicon.engine_run import (
     EngineFit,
     EngineRun,
     EngineTimes,
+    Floats,
     PredictionError,
     fit_engine,
     fitted_share,
@@ -176,7 +177,7 @@ def _grade_run(run: EngineRun, share: float, seed: int) -> tuple[dict[str, Any],
     }
     is_graded = has_times & ~is_known
     errors = {name: graded(ours[is_graded], theirs[is_graded]) for name, (ours, theirs) in times.items()}
-    late, late_caption = _from_arrival_time(run, predicted, is_known, is_graded)
+    late, late_caption = _from_arrival_time(run, times, is_known, is_graded)
     document = {
         "run": run.name,
         "num_fitted": int(is_known.sum()),
@@ -225,19 +226,21 @@ def _errors_of(errors: dict[str, dict[str, PredictionError]]) -> dict[str, Any]:
 
 
 def _from_arrival_time(
-    run: EngineRun, predicted: EngineTimes, is_known: NDArray[np.bool_], is_graded: NDArray[np.bool_]
+    run: EngineRun,
+    times: dict[str, tuple[Floats, Floats]],
+    is_known: NDArray[np.bool_],
+    is_graded: NDArray[np.bool_],
 ) -> tuple[dict[str, dict[str, PredictionError]], str]:
     """Errors of TTFT and latency that count from the request's arrival at the server, and what the caption
-    says of them. The time before the engine's queue is predicted as the mean of that of fitted requests."""
-    delay_s = np.full(len(run.load.ids), np.nan) if run.delay_s is None else run.delay_s
-    if np.isnan(delay_s[is_known]).all():
+    says of them. ``times`` are predicted and measured ones by measure, from the engine's queue on. The time
+    before it is predicted as the mean of that of fitted requests."""
+    if run.delay_s is None or np.isnan(run.delay_s[is_known]).all():
         return {}, ""
-    mean_s = float(np.nanmean(delay_s[is_known]))
+    mean_s = float(np.nanmean(run.delay_s[is_known]))
     errors = {
-        name: graded(getattr(predicted, f"{name}_s")(run.load)[is_graded] + mean_s, measured_s[is_graded])
-        for name in MEASURES
+        name: graded((ours + mean_s)[is_graded], (theirs + run.delay_s)[is_graded])
+        for name, (ours, theirs) in times.items()
         if name != "tpot"
-        for measured_s in [getattr(run.measured, f"{name}_s")(run.load) + delay_s]
     }
     if not errors["ttft"]:
         return {}, ""

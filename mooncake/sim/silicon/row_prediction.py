@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from random import Random
 from typing import NamedTuple
 
@@ -22,13 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake.sim.silicon.measured_rows import (
-    DERIVED_NAMES,
-    NAMES,
-    TARGETS,
-    Floats,
-    MeasuredRow,
-)
+from mooncake.sim.silicon.measured_rows import DERIVED_NAMES, NAMES, TARGETS, Floats, MeasuredRow
 
 NORMAL_90 = 1.6449
 """Standard deviations on each side of a normal distribution's 90 %."""
@@ -168,8 +162,6 @@ class TimePredictor:
         self._widths = self._calibrated(rows)
         self._widths_without_facts: dict[str, float] = {}
         """By what is new, of rows whose model or card is in no table; found when such a row is predicted."""
-        self._width_beyond: float | None = None
-        """The factor for rows beyond the range of the fitted ones, likewise."""
 
     def novelty(self, row: MeasuredRow) -> str:
         """``known``, or what the fit has not seen: ``new model and card``."""
@@ -352,17 +344,14 @@ class TimePredictor:
             shares.append(np.full(len(numbers), 1 / len(numbers)))
         return _quantile_90(np.concatenate(errors), np.concatenate(shares)) / NORMAL_90
 
-    def _beyond(self) -> float:
+    @cached_property
+    def _width_beyond(self) -> float:
         """The same where the rows with the least or the most of a quantity are predicted from the others,
         whose errors count less by how far beyond they are, as their intervals would be wider."""
-        if self._width_beyond is None:
-            groups = _outer_groups(self._rows)
-            self._width_beyond = (
-                self._width_without(groups, [_wider_without(self._rows, one) for one in groups])
-                if len(groups) >= _FEWEST_ENDS
-                else _FACTOR_BEYOND
-            )
-        return self._width_beyond
+        groups = _outer_groups(self._rows)
+        if len(groups) < _FEWEST_ENDS:
+            return _FACTOR_BEYOND
+        return self._width_without(groups, [_wider_without(self._rows, one) for one in groups])
 
     def _width_of_groups(self, rows: Sequence[MeasuredRow], group: _Group) -> float:
         """The same where all rows of a group are predicted from the others; every group counts alike, because
@@ -387,8 +376,8 @@ class TimePredictor:
 
     def _width_of(self, row: MeasuredRow, kind: str) -> float:
         if kind == RANGE:
-            width = max(self._widths[KNOWN, row.is_disaggregated], self._beyond())
-            return width * (1 + _WIDER * _distance(row, self._ranges))
+            width = max(self._widths[KNOWN, row.is_disaggregated], self._width_beyond)
+            return width * _wider(row, self._ranges)
         width = self._widths[kind, row.is_disaggregated]
         if kind in _OF_FACTS and not row.has_facts:
             return max(width, self._width_without_facts(kind))
@@ -464,11 +453,16 @@ def _distance(row: MeasuredRow, ranges: dict[str, tuple[float, float]]) -> float
     return math.log(max(1.0, *ratios))
 
 
+def _wider(row: MeasuredRow, ranges: dict[str, tuple[float, float]]) -> float:
+    """The factor by which a row's interval is wider because it is beyond one of the ranges."""
+    return 1 + _WIDER * _distance(row, ranges)
+
+
 def _wider_without(rows: Sequence[MeasuredRow], numbers: list[int]) -> Floats:
     """By how much intervals of some rows are wider where the others are fitted."""
     left_out = set(numbers)
     ranges = _ranges_of([row for number, row in enumerate(rows) if number not in left_out])
-    return np.array([1 + _WIDER * _distance(rows[number], ranges) for number in numbers])
+    return np.array([_wider(rows[number], ranges) for number in numbers])
 
 
 def _outer_groups(rows: Sequence[MeasuredRow]) -> list[list[int]]:
