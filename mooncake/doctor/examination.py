@@ -30,7 +30,7 @@ from mooncake.doctor.facts import EngineFacts, Facts, GatewayFacts, Shot, Troubl
 from mooncake.doctor.gateway_probe import read_gateway, read_status
 from mooncake.doctor.host_probe import is_here, max_files_behind, read_host
 from mooncake.doctor.http_probe import HttpProbe, HttpServerAt
-from mooncake.doctor.settings import DoctorSettings
+from mooncake.doctor.settings import DoctorSettings, is_address
 from mooncake.doctor.store_probe import StoreProbe, explain_trouble
 from mooncake.rpc.client import split_address
 from mooncake.security import tool_identity
@@ -107,8 +107,10 @@ class Examination:
             server = self.server(settings.gateway_url, settings.api_key)
             facts.gateway = await read_gateway(http, server, settings.admin_api_key)
             skipped = {row.address for row in facts.gateway.absent} - {one.address for one in named}
-            rows = facts.gateway.instances or []
-            roles = {row.address: row.role for row in rows if row.address not in skipped}
+            rows = [row for row in facts.gateway.instances or [] if row.address not in skipped]
+            roles = {row.address: row.role for row in rows if is_address(row.address)}
+            unreadable = [row.address for row in rows if row.address not in roles]
+            facts.not_examined += [(one, "the gateway lists it, and it is no address") for one in unreadable]
         for one in named:
             roles.setdefault(one.address, "")
         written = {one.address: one for url, one in zip(settings.engine, named, strict=True) if "://" in url}
@@ -136,7 +138,7 @@ class Examination:
             plain = self.server(f"http://{address}", self.settings.engine_api_key)
             engine, page = await read_engine(http, plain, role, self._given)
             server = plain
-        self._servers[address] = server
+        self._servers[engine.address] = server
         looked = None if page is None else page.get(EXTERNAL_QUERIES)
         engine.has_external_lookups = None if looked is None else looked > 0
         return engine

@@ -81,9 +81,9 @@ class HttpServerAt:
 
     @property
     def address(self) -> str:
-        """``host:port``."""
+        """``host:port``, the host as it is written in the URL: an address of IPv6 keeps its brackets."""
         parts = urllib.parse.urlsplit(self.url)
-        return f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+        return parts.netloc if parts.port else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
 
 
 class HttpProbe:

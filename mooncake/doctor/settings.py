@@ -97,7 +97,7 @@ class DoctorSettings:
 
     def __post_init__(self) -> None:
         for name, value in (("url", self.url), *(("engine", one) for one in self.engine)):
-            if value and not (re.fullmatch(_ADDRESS, value) and _is_host(value)):
+            if value and not is_address(value):
                 raise InvalidArgument(name, value, "an address such as http://127.0.0.1:8000")
         for one in self.events:
             if not re.fullmatch(r"[^=\s]+:\d{1,5}=(tcp|ipc)://[^=\s]+(=(tcp|ipc)://[^=\s]+)?", one):
@@ -123,9 +123,12 @@ class DoctorSettings:
         )
 
 
-def _is_host(address: str) -> bool:
-    """Whether a resolver can be asked for its host: for some names it raises no OSError."""
+def is_address(text: str) -> bool:
+    """Whether it is ``host:port`` or a URL, with a port and a host that a resolver can be asked for."""
+    if not re.fullmatch(_ADDRESS, text):
+        return False
     try:
-        return bool((urlsplit(address if "//" in address else f"//{address}").hostname or "").encode("idna"))
-    except ValueError:
+        parts = urlsplit(text if "//" in text else f"//{text}")
+        return parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except ValueError:  # also for names for which a resolver raises no OSError
         return False

@@ -47,7 +47,9 @@ def models(owner: str, *names: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def a_server(pages: Mapping[str, Any], status: int = 200, port: int = 0) -> AsyncIterator[HttpServerAt]:
+async def a_server(
+    pages: Mapping[str, Any], status: int = 200, port: int = 0, host: str = "127.0.0.1"
+) -> AsyncIterator[HttpServerAt]:
     async def answer(http: web.Request) -> web.Response:
         page = pages.get(http.path)
         if page is None:
@@ -60,8 +62,8 @@ async def a_server(pages: Mapping[str, Any], status: int = 200, port: int = 0) -
     app.router.add_get("/{path:.*}", answer)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    yield HttpServerAt(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await web.TCPSite(runner, host, port).start()
+    yield HttpServerAt(f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}")
     await runner.cleanup()
 
 

@@ -15,14 +15,15 @@ from mooncake.doctor.facts import Facts, Trouble
 from mooncake.doctor.settings import DoctorSettings
 from mooncake.rpc.client import split_address
 from mooncake.security import Identity, SecuritySettings
+from tests.contract.metadata_servers import has_ipv6
 from tests.doctor.test_engine_probe import a_server, models
 from tests.doctor.test_gateway_probe import DETAILS, ROW, STATUS
 
 PAGES: dict[str, Any] = {"/v1/models": models("vllm", "m")}
 
 
-async def examined(**settings: Any) -> Facts:
-    return await Examination(DoctorSettings(canaries=False, timeout_s=5.0, **settings)).run()
+async def examined(canaries: bool = False, **settings: Any) -> Facts:
+    return await Examination(DoctorSettings(canaries=canaries, timeout_s=5.0, **settings)).run()
 
 
 @pytest.fixture
@@ -70,3 +71,37 @@ async def test_instances_that_never_answered_are_not_read() -> None:
                 (engine.address, "decode"),
                 (spare.address, "decode"),
             ], "it was named"
+
+
+async def test_engines_with_addresses_of_ipv6() -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    async with a_server(PAGES, host="::1") as named, a_server(PAGES, host="::1") as listed:
+        assert named.address.startswith("[::1]:")
+        status = {
+            **STATUS,
+            **DETAILS,
+            "instances": [{**ROW, "instance": listed.address, "has_answered": True}],
+        }
+        async with a_server({**PAGES, "/status": status}, host="::1") as gateway:
+            facts = await examined(True, url=gateway.url, engine=(named.address,))
+    assert [one.address for one in facts.engines] == [named.address, listed.address]
+    assert all(one.reach.is_fine and one.first is not None and one.max_files for one in facts.engines)
+    assert not facts.not_examined
+
+
+async def test_addresses_of_instances_that_no_engine_can_have() -> None:
+    """Whatever the gateway lists, the examination goes on."""
+    strange = ["", "a", "a:99999", "[::1:80", "a b:1"]
+    async with a_server(PAGES) as engine:
+        # One is listed by its URL, which has another address than its text.
+        names = [*strange, engine.url, engine.address.replace("127.0.0.1", "LocalHost")]
+        status = {
+            **STATUS,
+            **DETAILS,
+            "instances": [{**ROW, "instance": one, "has_answered": True} for one in names],
+        }
+        async with a_server({**PAGES, "/status": status}) as gateway:
+            facts = await examined(True, url=gateway.url)
+    assert [where for where, _ in facts.not_examined] == strange
+    assert len(facts.engines) == 2 and all(one.reach.is_fine for one in facts.engines)

@@ -35,6 +35,19 @@ def test_a_clock_within_whole_seconds_is_right() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("https://[::1]/v1", "[::1]:443"),
+        ("http://Engine-A:8000", "Engine-A:8000"),
+        ("http://a", "a:80"),
+    ],
+)
+def test_an_address_is_written_as_in_its_url(url: str, address: str) -> None:
+    assert HttpServerAt(url).address == address
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         (b'{"error": {"message": "no such model"}}', "no such model"),

@@ -17,7 +17,9 @@ def test_the_gateway_of_this_host_where_nothing_is_named() -> None:
     assert DoctorSettings(url="http://b:80", engine=("a:8000",)).gateway_url == "http://b:80"
 
 
-@pytest.mark.parametrize("url", ["ftp://a:1", "http://a b:1", "http://user@a:1", "http://", "http://a..b"])
+@pytest.mark.parametrize(
+    "url", ["ftp://a:1", "http://a b:1", "http://user@a:1", "http://", "http://a..b", "a:0", "a:99999"]
+)
 def test_addresses(url: str) -> None:
     with pytest.raises(InvalidArgument, match="an address such as"):
         DoctorSettings(url=url)
