@@ -78,6 +78,9 @@ class EventProbe:
             if len(frames) != 3:
                 self._unreadable(f"a message has {len(frames)} frames, not 3")
                 continue
+            if len(frames[1]) != 8:
+                self._unreadable(f"a message's sequence number has {len(frames[1])} bytes, not 8")
+                continue
             self.take(frames[0].decode(errors="replace"), int.from_bytes(frames[1], "big"), frames[2])
 
     def take(self, topic: str, sequence: int, payload: bytes) -> None:
@@ -123,7 +126,9 @@ class EventProbe:
                 if not await dealer.poll(int(left_s * 1000) + 1):
                     return False
                 frames = await dealer.recv_multipart()
-                if len(frames) < 2 or int.from_bytes(frames[-2], "big", signed=True) < 0:
+                if len(frames) < 2 or len(frames[-2]) != 8:
+                    return False
+                if int.from_bytes(frames[-2], "big", signed=True) < 0:
                     return num_batches > 0
                 num_batches += 1
             return False

@@ -77,6 +77,36 @@ async def test_the_prompt_s_blocks_are_found(sockets: Sockets) -> None:
     assert sockets.facts.topics == ("kv",) and not sockets.facts.problem
 
 
+async def test_a_sequence_number_that_has_not_8_bytes(sockets: Sockets) -> None:
+    probe = EventProbe(sockets.context, sockets.facts, PROMPT)
+    await probe.start()
+
+    async def is_seen() -> bool:
+        await sockets.pub.send_multipart([b"kv", b"\1" * 9, stored(PROMPT[:64], b"a")])
+        return sockets.facts.num_unreadable > 0
+
+    await until(is_seen)
+    assert sockets.facts.num_batches == 0
+    assert sockets.facts.problem == "a message's sequence number has 9 bytes, not 8"
+    await probe.finish(1.0)
+
+
+async def test_a_replay_whose_sequence_numbers_have_not_8_bytes(sockets: Sockets) -> None:
+    probe = EventProbe(sockets.context, sockets.facts, PROMPT)
+    await probe.start()
+    probe.take("kv", 5, stored(PROMPT[:64], b"a", b"b"))
+
+    async def answer() -> None:
+        peer, _, _ = await sockets.router.recv_multipart()
+        await sockets.router.send_multipart([peer, b"", b"kv", (5).to_bytes(8, "big"), stored([1], b"a")])
+        await sockets.router.send_multipart([peer, b"", b"kv", b"\xff", b""])
+
+    answered = asyncio.ensure_future(answer())
+    await probe.finish(1.0)
+    await answered
+    assert sockets.facts.replay_answers is False
+
+
 async def test_no_events_and_no_replay(sockets: Sockets) -> None:
     probe = EventProbe(sockets.context, sockets.facts, PROMPT)
     await probe.start()
