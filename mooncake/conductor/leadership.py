@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from mooncake.conductor.messages import Standing
+from mooncake.conductor.messages import MAX_TERM, Standing
 from mooncake.machine import Wake
 
 _STORY_LINES = 100
@@ -116,7 +116,7 @@ class ConductorLeadership:
                 return []
         reason = f"no leader stated its term for {self._lease_s:g} s"
         is_takeover = self.leader is not None
-        self.standing = Standing(own.id, own.term + 1, True)
+        self.standing = Standing(own.id, min(own.term + 1, MAX_TERM), True)
         return [self._changed(own.id, is_takeover, reason, now)]
 
     def _changed(self, leader: int, is_takeover: bool, reason: str, now: float) -> ConductorLeaderChanged:

@@ -7,6 +7,8 @@ and a conductor of its own process.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from mooncake.conductor.health import ProbeOutcome
@@ -17,6 +19,9 @@ from mooncake.prefix import BlockKey
 from mooncake.security.principal import NODES, NODES_AND_ADMINS, TRUSTED, Level
 from mooncake.tracing.spans import Span
 from mooncake.types import InstanceId, Tier, WorkerRole
+
+MAX_TERM = (1 << 63) - 1
+"""A leader's term stays there. The next one would have no form in a message."""
 
 POOL: InstanceId = "pool"
 """The store as an instance of the index: it holds blocks like others but serves no requests."""
@@ -409,7 +414,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     "Drawn at random by each process."
-    term: int = 0
+    term: Annotated[int, msgspec.Meta(ge=0, le=MAX_TERM)] = 0
     "Number of the leader's term that it last knew of, 0 for none."
     is_leader: bool = False
 

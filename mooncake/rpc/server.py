@@ -371,13 +371,23 @@ class Connection(asyncio.Protocol):
             return
         try:
             frame = encode(request_id, message)
-        except InvalidArgument as error:
-            frame = encode(request_id, Failure(error.code, f"the reply is too large: {error}"))
+        except Exception as error:  # the client and the connection's other requests get answers all the same
+            frame = encode(request_id, self._failure_in_place_of(message, error))
         if self._out is not None:
             self._out.append(frame)
         else:
             self._transport.write(frame)
             self._regulate()
+
+    def _failure_in_place_of(self, message: Message, error: Exception) -> Failure:
+        """A reply that can be encoded, in place of one that can't."""
+        if isinstance(error, InvalidArgument):
+            return Failure(error.code, f"the reply is too large: {error}")
+        if isinstance(message, Failure):  # the name of a file is text with surrogates where it is not UTF-8
+            return Failure(message.code, message.message.encode(errors="backslashreplace").decode())
+        log.exception("handler_failed", peer=self.peer)
+        what = f"the reply {type(message).__name__} can't be encoded ({type(error).__name__})"
+        return Failure(MooncakeError.code, f"{what}; see the server's log")
 
     def close(self) -> None:
         if self._transport is not None:
@@ -615,13 +625,15 @@ class RpcServer:
 
     def _take_turns(self) -> None:
         turns, until = self._turns, time.perf_counter() + TURN_S
-        while turns:
-            connection = turns.popleft()
-            if connection.take_turn(until):
-                turns.append(connection)
-            if time.perf_counter() >= until:
-                break
-        asyncio.get_running_loop().call_soon(self._next_turns)
+        try:
+            while turns:
+                connection = turns.popleft()
+                if connection.take_turn(until):
+                    turns.append(connection)
+                if time.perf_counter() >= until:
+                    break
+        finally:  # one connection that fails must not end the turns of all
+            asyncio.get_running_loop().call_soon(self._next_turns)
 
     def _next_turns(self) -> None:
         self._has_turn = bool(self._turns)

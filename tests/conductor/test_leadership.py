@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
 from mooncake.conductor.leadership import ConductorLeadership, StandingReceived
-from mooncake.conductor.messages import Standing
+from mooncake.conductor.messages import MAX_TERM, Replicate, Standing
 from mooncake.machine import Wake
 
 LEASE_S = 1.0
@@ -118,6 +119,21 @@ def test_its_own_statement_changes_nothing() -> None:
     alone = ConductorLeadership(7, LEASE_S, 0.0, is_alone=True)
     assert not state(alone, Standing(7, 5, True), 0.1)
     assert alone.standing.term == 1
+
+
+def test_a_term_stays_a_number_that_a_message_can_hold() -> None:
+    one, other = follower(1), follower(2)
+    assert state(one, Standing(9, MAX_TERM, True), 0.5) and wake(one, 1.5)
+    assert one.standing == Standing(1, MAX_TERM, True)
+    assert state(other, one.standing, 1.6) and wake(other, 2.6), "the terms are equal: the higher id leads"
+    assert state(one, other.standing, 2.7) and one.leader == 2
+
+
+@pytest.mark.parametrize("term", [-1, MAX_TERM + 1, (1 << 64) - 1])
+def test_a_term_that_could_not_grow_is_not_received(term: int) -> None:
+    message = msgspec.msgpack.encode(Replicate(Standing(5, term, True), 1, []))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(message, type=Replicate)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from mooncake.errors import MooncakeError, StorageError
 from mooncake.file_limit import default_max_connections
 from mooncake.rpc import AsyncClient, Call, Limits, RpcServer
 from mooncake.rpc.limits import REFUSED
@@ -389,3 +390,61 @@ async def test_a_connection_that_rested_has_a_deadline_again() -> None:
         assert await is_cut(late)
 
     await with_server(Limits(stall_s=0.05), test)
+
+
+class Number(msgspec.Struct, array_like=True, tag="number"):
+    value: int
+
+
+@pytest.mark.parametrize("padding", ["", "x" * 5000], ids=["at once", "in a turn"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+async def test_a_reply_that_cannot_be_encoded_is_a_failure(padding: str, is_async: bool) -> None:
+    """A number above 64 bits, and a file's name that is not UTF-8. The requests after it are answered."""
+
+    def handle(message: Mark, call: Call) -> Number | Awaitable[Number]:
+        return later(message) if is_async else reply_to(message)
+
+    def reply_to(message: Mark) -> Number:
+        if message.name.startswith("file"):
+            raise StorageError("/models/caf\udce9: Permission denied")
+        return Number(1 << 64 if message.name.startswith("number") else 1)
+
+    async def later(message: Mark) -> Number:
+        return reply_to(message)
+
+    server = RpcServer({Mark: handle})
+    await server.start("127.0.0.1", 0)
+    client = AsyncClient(f"127.0.0.1:{server.port}", [Number])
+    try:
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"^/models/caf\\udce9: Permission denied \(from peer"):
+                await client.call(Mark("file" + padding), PATIENCE_S)
+            with pytest.raises(MooncakeError, match=r"^the reply Number can't be encoded \(OverflowError\)"):
+                await client.call(Mark("number" + padding), PATIENCE_S)
+            assert await client.call(Mark(padding), PATIENCE_S) == Number(1)
+        assert len(server.connections) == 1, "the connection was never lost"
+    finally:
+        await client.close()
+        await server.close()
+
+
+async def test_a_connection_whose_turn_fails_does_not_end_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RpcServer({Ask: answer, Mark: lambda message, call: Answer(b"")})
+    await server.start("127.0.0.1", 0)
+    broken, fine = (AsyncClient(f"127.0.0.1:{server.port}", [Answer]) for _ in range(2))
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    try:
+        assert await broken.call(Ask(1), PATIENCE_S) == Answer(bytes(1))
+        monkeypatch.setattr(next(iter(server.connections)), "take_turn", fail)
+        lost = asyncio.create_task(broken.call(Mark("x" * 5000), PATIENCE_S))
+        with pytest.raises(MooncakeError):
+            await lost
+        assert await fine.call(Mark("x" * 5000), PATIENCE_S) == Answer(b"")
+    finally:
+        await broken.close()
+        await fine.close()
+        await server.close()
+
+
+def fail(until: float) -> bool:
+    raise RuntimeError("a defect")
