@@ -158,10 +158,12 @@ def align_clocks(root: Span, spans: Sequence[Span]) -> list[Span]:
 
     A call's server can't begin before its client and can't end after it. A span that does is shifted, with
     all that is below it in its process, by the least that puts it inside; or centred, where it is longer.
+    The root's parent is chosen by a client, which may name a span of the tree.
     """
     below: dict[str, list[Span]] = {}
     for span in spans:
-        below.setdefault(span.parent_id, []).append(span)
+        if span.span_id != root.span_id:
+            below.setdefault(span.parent_id, []).append(span)
     result: list[Span] = []
     waiting: list[tuple[Span, float]] = [(root, 0.0)]
     while waiting:
@@ -172,10 +174,9 @@ def align_clocks(root: Span, spans: Sequence[Span]) -> list[Span]:
                 span, start_s=span.start_s + shift_s, end_s=span.end_s + shift_s, attributes=attributes
             )
         result.append(span)
-        for child in below.get(span.span_id, ()):
-            if child.span_id != span.span_id:
-                is_here = (child.service, child.instance) == (span.service, span.instance)
-                waiting.append((child, shift_s if is_here else _shift_into(span, child)))
+        for child in below.pop(span.span_id, ()):  # taken out: no span is visited twice
+            is_here = (child.service, child.instance) == (span.service, span.instance)
+            waiting.append((child, shift_s if is_here else _shift_into(span, child)))
     return sorted(result, key=lambda span: (span.start_s, -span.end_s))
 
 

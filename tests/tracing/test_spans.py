@@ -125,6 +125,11 @@ def test_a_span_longer_than_its_call_is_centred() -> None:
     assert (server.start_s, server.end_s) == (9.0, 13.0)
 
 
+def test_a_client_may_name_a_span_of_the_tree_as_the_root_s_parent() -> None:
+    spans = [span("root", "b", 0.0, 4.0), span("a", "root", 1.0, 3.0), span("b", "a", 1.5, 2.5)]
+    assert align_clocks(spans[0], spans) == reachable(spans[0], spans) == spans
+
+
 def test_a_server_that_ends_just_after_its_client_is_left_as_it_is() -> None:
     spans = [span("call", "", 0.0, 2.0), span("server", "call", 0.5, 2.001, "worker")]
     assert align_clocks(spans[0], spans) == spans
