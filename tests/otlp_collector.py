@@ -37,10 +37,11 @@ class CollectedSpan:
 
 @dataclass
 class Collector:
-    """``status``: what the next requests are answered with."""
+    """``status``: what the next requests are answered with, once ``is_answering`` is set."""
 
     url: str = ""
     status: int = 200
+    is_answering: threading.Event = field(default_factory=threading.Event)
     spans: list[CollectedSpan] = field(default_factory=list)
     resources: list[dict[str, Any]] = field(default_factory=list)
 
@@ -75,10 +76,12 @@ class Collector:
 def collector() -> Iterator[Collector]:
     """A running collector at a free port of this host."""
     found = Collector()
+    found.is_answering.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["Content-Length"]))
+            found.is_answering.wait()
             if found.status == 200:
                 assert self.path == "/v1/traces" and self.headers["Content-Type"] == "application/x-protobuf"
                 found.take(content)

@@ -8,7 +8,7 @@ queue, which is bounded, the sending and the sampling are the SDK's, with its st
 (``--tracing-endpoint``), as the SDK takes a while to load.
 
 Nothing waits for a collector: spans that it does not take in time are dropped and counted, and the log has
-one line when that begins and one when it ends.
+one line when it stops taking them and one when it begins again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -38,7 +39,8 @@ CLOSE_TIMEOUT_S = 2.0
 
 _spans = Counter(
     "mooncake_tracing_spans",
-    "Spans by what became of them: exported, or failed where the collector did not take them.",
+    "Spans by what became of them: exported, failed where the collector did not take them, or dropped where "
+    "the queue had no room.",
     ["outcome"],
     registry=metrics.registry,
 )
@@ -63,6 +65,7 @@ class OtlpExporter:
         self._from_environment = OTELResourceDetector().detect()
         self._resources: dict[tuple[str, str], Resource] = {}
         self._scope = InstrumentationScope("mooncake", mooncake.__version__)
+        self._num_spans = 0
 
     def samples(self, trace_id: str, name: str, parent: SpanContext | None) -> bool:
         above = None
@@ -85,11 +88,13 @@ class OtlpExporter:
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
 
-    def _readable(self, span: Span, is_root: bool) -> ReadableSpan:
+    def _readable(self, span: Span, is_root: bool) -> _NumberedSpan:
         parent = None
         if span.parent_id:
             parent = _context(SpanContext(span.trace_id, span.parent_id), is_remote=is_root)
-        return ReadableSpan(
+        self._num_spans += 1
+        return _NumberedSpan(
+            self._num_spans,
             span.name,
             _context(SpanContext(span.trace_id, span.span_id), is_remote=False),
             parent,
@@ -116,17 +121,33 @@ def _context(span: SpanContext, is_remote: bool) -> otel.SpanContext:
     return otel.SpanContext(int(span.trace_id, 16), int(span.span_id, 16), is_remote, flags)
 
 
+class _NumberedSpan(ReadableSpan):
+    """``number``: how many spans have been queued with this one."""
+
+    def __init__(self, number: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.number = number
+
+
 class _ReportingExporter(OtelSpanExporter):
-    """Counts what the collector takes, and logs when it stops and when it begins again to do so."""
+    """Counts what the collector takes, and logs when it stops and when it begins again to do so.
+
+    The SDK's queue drops its oldest spans without a word, so what is missing before a batch was dropped.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._last_number = 0
         self._inner = OTLPSpanExporter(endpoint=url)
         self._is_failing = False
         # Of its own the SDK logs every attempt.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        last = spans[-1]
+        assert isinstance(last, _NumberedSpan)
+        _spans.labels("dropped").inc(last.number - self._last_number - len(spans))
+        self._last_number = last.number
         result = self._inner.export(spans)
         is_failure = result is not SpanExportResult.SUCCESS
         _spans.labels("failed" if is_failure else "exported").inc(len(spans))

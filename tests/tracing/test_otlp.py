@@ -6,6 +6,7 @@ import logging
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 
+from mooncake import metrics
 from mooncake.tracing import SpanContext, Tracing, TracingSettings, tracing_of
 from mooncake.tracing.otlp import OtlpExporter
 from tests.otlp_collector import Collector, collector
@@ -85,6 +86,29 @@ def test_a_collector_that_refuses_is_logged_once_and_stops_nothing(caplog: pytes
     assert len(found.of(name)) == 2
     assert [record.message for record in caplog.records] == ["spans_not_exported", "spans_exported_again"]
     assert len(tracing.ring.latest("mooncake-gateway")) == 4
+
+
+def test_spans_without_room_in_the_queue_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    before = {outcome: num_spans(outcome) for outcome in ("exported", "failed", "dropped")}
+    with collector() as found:
+        exporter = OtlpExporter(f"{found.url}/v1/traces")
+        tracing = Tracing(4, exporter)
+        found.is_answering.clear()
+        for _ in range(10):
+            traced(tracing)
+        found.is_answering.set()
+        exporter.flush()
+        exporter.close()
+    # At most 4 were on their way to the collector, and 4 in the queue.
+    dropped = num_spans("dropped") - before["dropped"]
+    assert dropped >= 12 and num_spans("failed") == before["failed"]
+    assert num_spans("exported") - before["exported"] == len(found.spans) == 20 - dropped
+
+
+def num_spans(outcome: str) -> float:
+    return metrics.registry.get_sample_value("mooncake_tracing_spans_total", {"outcome": outcome}) or 0.0
 
 
 def test_settings_without_an_endpoint_send_nothing() -> None:
