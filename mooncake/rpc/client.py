@@ -49,7 +49,7 @@ from mooncake.rpc.wire import (
 )
 from mooncake.security import NODES_AND_ADMINS, Identity, process_identity
 from mooncake.security.greeting import ClientGreeting, binding_of
-from mooncake.security.principal import Level, principal_of
+from mooncake.security.principal import Level, Principal, principal_of
 
 ATTEMPT_S = Limits.greeting_s
 """Time limit of one attempt of an ``AsyncClient`` to connect: that of the greeting on the server's side."""
@@ -109,11 +109,16 @@ def check_server(
 ) -> None:
     """Check that a certificate is a server's, where no key proves it.
 
+    A server proves the key of this client's own role. That of a client proves no server: other clients have it.
+
     Raises:
         AccessDenied: the certificate's role may only connect to servers.
     """
-    principal = principal_of(certificate)
-    if identity.keys is None and principal.level not in servers:
+    principal, proven = principal_of(certificate), identity.credential
+    is_proven = (
+        proven is not None and Principal(proven.role, proven.tenant).level in servers | NODES_AND_ADMINS
+    )
+    if not is_proven and principal.level not in servers:
         raise AccessDenied(
             f"{peer} shows the certificate of a {principal}; a server needs one of the role node "
             "(`mooncake certs --role node`)"

@@ -16,8 +16,8 @@ import pytest
 
 from mooncake.errors import AccessDenied, DeadlineExceeded, PeerLost, ProtocolError
 from mooncake.rpc import AsyncClient, BlockingClient, Call, Limits, RpcServer
-from mooncake.security import EVERYBODY, Access, Identity, SecuritySettings
-from mooncake.security.keys import format_secret
+from mooncake.security import EVERYBODY, Access, Identity, Role, SecuritySettings
+from mooncake.security.keys import derive, format_credential, format_secret
 
 pytest.importorskip("cryptography", reason="makes the certificates: pip install 'mooncake-serving[tls]'")
 
@@ -174,3 +174,45 @@ async def test_a_member_cannot_stand_between_a_node_and_its_master(
             await victim.close()
     between.close()
     await master.close()
+
+
+@pytest.mark.parametrize("kind", [BlockingClient, AsyncClient])
+async def test_a_client_with_the_key_of_a_client_is_no_server(
+    tmp_path: Path, ours: Identity, kind: type[BlockingClient | AsyncClient]
+) -> None:
+    """All clients of a tenant have its key, so the certificate has to prove the server's role."""
+    authority = Path(ours.settings.tls_ca).parent
+
+    def member(name: str, role: Role, tenant: str = "") -> Identity:
+        make(CertsSettings(folder=authority, name=name, role=role, tenant=tenant))
+        file = tmp_path / name
+        file.touch(0o600)
+        secret = b"k" * 32
+        file.write_text(format_credential(derive(secret, role, tenant)) if tenant else format_secret(secret))
+        cert, key = (str(authority / f"{name}.{ending}") for ending in ("pem", "key"))
+        return Identity(SecuritySettings(cert, key, ours.settings.tls_ca, cluster_key_file=str(file)))
+
+    honest = member("acme-1", Role.CLIENT, "acme")
+    servers = [member("master", Role.NODE), member("acme-2", Role.CLIENT, "acme")]
+    for identity in servers:
+        server = RpcServer({Echo: echo}, access=Access({Echo: EVERYBODY}), identity=identity)
+        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        client = kind(address, [Echo], "the master", is_patient=False, identity=honest)
+
+        async def call(client: BlockingClient | AsyncClient = client) -> Echo:
+            try:
+                if isinstance(client, BlockingClient):
+                    return await asyncio.to_thread(client.call, Echo(b"x"), 20)
+                return await client.call(Echo(b"x"), 20)
+            finally:
+                if isinstance(client, BlockingClient):
+                    client.close()
+                else:
+                    await client.close()
+
+        if identity is servers[0]:
+            assert await call() == Echo(b"x")
+        else:
+            with pytest.raises(AccessDenied, match="the certificate of a client of tenant acme"):
+                await call()
+        await server.close()
