@@ -168,8 +168,8 @@ class TransferReport:
 
     saved: list[int] = dataclasses.field(default_factory=list)
     """Numbers of saves that no longer need their blocks."""
-    stored: list[BlockName] = dataclasses.field(default_factory=list)
-    """Blocks of them of which the store has this rank's shards."""
+    stored: list[tuple[int, BlockName]] = dataclasses.field(default_factory=list)
+    """(save, block) of those of their blocks of which the store has this rank's shards."""
     loaded: list[FinishedLoad] = dataclasses.field(default_factory=list)
     """Loads that have ended."""
     bad_blocks: set[int] = dataclasses.field(default_factory=set)
@@ -452,7 +452,7 @@ class RankTransfer:
         is_stored = [stored for piece in saving.pieces for stored in piece.is_stored]
         is_stored += [False] * (len(saving.blocks) - len(is_stored))  # dropped
         stored = [
-            name
+            (saving.plan.number, name)
             for index, name in enumerate(saving.plan.names)
             if all(is_stored[index * num_shards : (index + 1) * num_shards])
         ]

@@ -5,7 +5,8 @@ A core: its inputs are the events of the engine's requests, its outputs what the
 It owns three rules. A block is saved in the step that fills it. It stays held until every rank has
 moved it, even if its request ends before. And nothing is saved that was computed while a load was
 still arriving: when some rank's load fails, every rank has computed with missing data, and so have
-other requests that share its blocks, so saves wait until all ranks have confirmed the load.
+other requests that share its blocks, so saves wait until all ranks have confirmed the load. The same
+holds for steps with loads of another connector beside this one.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ class Planner:
         self._next_number = 0
         self._unconfirmed: set[str] = set()
         """Requests whose layer-wise load some rank has not reported."""
+        self._steps_of_loads: list[int] = []
+        """Steps with layer-wise loads of any connector that the ranks have not answered."""
+
+    @property
+    def may_save(self) -> bool:
+        """Whether blocks that are full at the end of the next step are to be saved."""
+        return self._saves and not (self._unconfirmed or self._steps_of_loads)
 
     @property
     def held_blocks(self) -> Counter[int]:
@@ -105,21 +113,32 @@ class Planner:
         request = self._requests.setdefault(request_id, _Request())
         request.num_saved = max(request.num_saved, num_blocks)
 
+    def begins(self, step: int) -> None:
+        """Record that ``step`` has layer-wise loads, of this connector or another one of the engine."""
+        self._steps_of_loads.append(step)
+
+    def answered(self, step: int) -> None:
+        """Record that the ranks have answered ``step``.
+
+        The engine then knows which of its loads have failed, and computes what rests on them again.
+        """
+        self._steps_of_loads = [other for other in self._steps_of_loads if other > step]
+
     def computes(
-        self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int], num_full: int
+        self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int]
     ) -> SavePlan | None:
-        """Blocks to hold and save when the request's first ``num_full`` blocks are full after this step.
+        """Blocks to hold and save: those named, which follow the ``num_saved`` and are full after this step.
 
         None while a layer-wise load of *any* request is unconfirmed: the engine lets others use its blocks
         before they have arrived, and what is computed on blocks that never arrive must not be stored.
         """
         request = self._requests.setdefault(request_id, _Request())
-        end = min(num_full, len(names), len(block_ids))
-        if self._unconfirmed or not self._saves or end <= request.num_saved:
+        first = request.num_saved
+        end = min(first + len(names), len(block_ids))
+        if not self.may_save or end <= first:
             return None
-        part = slice(request.num_saved, end)
         request.num_saved = end
-        return self._save(tuple(names[part]), tuple(block_ids[part]), part.start)
+        return self._save(tuple(names[: end - first]), tuple(block_ids[first:end]), first)
 
     def finishes(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int], num_full: int

@@ -125,7 +125,7 @@ async def ranks(*make: Callable[[], Rank]) -> AsyncIterator[list[Rank]]:
 async def test_what_one_engine_saves_another_finds_and_loads(pool: Pool, is_layerwise: bool) -> None:
     async with ranks(lambda: Rank(pool.address), lambda: Rank(pool.address)) as (writer, reader):
         moved = await asyncio.to_thread(writer.save, SavePlan(7, NAMES[:2], (4, 1), 0))
-        assert (moved.saved, moved.stored) == ([7], list(NAMES[:2]))
+        assert (moved.saved, moved.stored) == ([7], [(7, name) for name in NAMES[:2]])
         assert await asyncio.to_thread(reader.find) == 2
         moved = await asyncio.to_thread(reader.load, LoadPlan("r", NAMES[:2], (0, 5), is_layerwise))
         assert moved.loaded == [FinishedLoad("r", True, is_layerwise)]
@@ -221,7 +221,7 @@ async def test_a_busy_store_costs_neither_saves_nor_requests_that_alone_wait(poo
         for rank in (writer, reader):
             assert await asyncio.to_thread(rank.find) == 0  # connected from here on
         moved = await late(partial(writer.save, SavePlan(0, NAMES[:1], (4,), 0)))
-        assert moved.stored == [NAMES[0]]
+        assert [name for _, name in moved.stored] == [NAMES[0]]
         assert await late(reader.find) == 1
         moved = await late(partial(reader.load, LoadPlan("r", NAMES[:1], (2,), False)))
         assert moved.loaded == [FinishedLoad("r", True, False)]
@@ -353,7 +353,7 @@ async def test_a_device_s_blocks_are_read_as_they_were_computed(
     async with ranks(rank, rank) as (writer, reader):
         assert isinstance(writer, DeviceRank) and isinstance(reader, DeviceRank)
         moved = await asyncio.to_thread(writer.save_and_reuse, SavePlan(7, NAMES, (4, 1, 3), 0), content)
-        assert (moved.saved, moved.stored) == ([7], list(NAMES))
+        assert (moved.saved, moved.stored) == ([7], [(7, name) for name in NAMES])
         moved, seen = await asyncio.to_thread(reader.read, LoadPlan("r", NAMES, (0, 5, 2), is_layerwise))
         assert moved.loaded == [FinishedLoad("r", True, is_layerwise)] and not moved.bad_blocks
         assert np.array_equal(seen, content), f"{reader.device} read other bytes"
@@ -377,7 +377,7 @@ async def test_a_layerwise_load_of_many_pieces_does_not_wait_for_the_saves_of_it
         assert np.array_equal(seen, content), f"{reader.device} read other bytes"
         while not moved.saved:
             moved = await asyncio.to_thread(reader.mover.collect, TIMEOUT_S)
-        assert (moved.saved, moved.stored) == ([1], list(others))
+        assert (moved.saved, moved.stored) == ([1], [(1, name) for name in others])
 
 
 async def test_a_load_in_pieces_ends_at_the_piece_that_fails(pool: Pool) -> None:
@@ -413,7 +413,7 @@ async def test_a_save_that_waits_for_room_is_copied_after_its_computation(pool: 
             return rank.mover.collect(TIMEOUT_S)
 
         moved = await asyncio.to_thread(engine)
-        assert (moved.saved, moved.stored) == ([4], list(NAMES[:2]))
+        assert (moved.saved, moved.stored) == ([4], [(4, name) for name in NAMES[:2]])
         await asyncio.to_thread(other.load, LoadPlan("r", NAMES[:2], (3, 2), False))
         assert np.array_equal([layer[[3, 2]] for layer in other.layers], content), rank.device
 

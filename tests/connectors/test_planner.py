@@ -13,26 +13,32 @@ def is_holding(planner: Planner) -> bool:
     return planner.is_holding
 
 
+def computed(planner: Planner, request_id: str, num_full: int) -> SavePlan | None:
+    """A step after which the request's first ``num_full`` blocks are full."""
+    return planner.computes(request_id, NAMES[planner.num_saved(request_id) : num_full], IDS)
+
+
 def test_a_block_is_saved_once_in_the_step_that_fills_it() -> None:
     planner = Planner(1, saves=True)
     planner.found("a", 1)
-    assert planner.computes("a", NAMES, IDS, 3) == SavePlan(0, tuple(NAMES[1:3]), (11, 12), 1)
-    assert planner.computes("a", NAMES, IDS, 3) is None
-    assert planner.computes("a", NAMES, IDS, 4) == SavePlan(1, (NAMES[3],), (13,), 3)
+    assert computed(planner, "a", 3) == SavePlan(0, tuple(NAMES[1:3]), (11, 12), 1)
+    assert computed(planner, "a", 3) is None
+    assert computed(planner, "a", 4) == SavePlan(1, (NAMES[3],), (13,), 3)
     assert [plan.number for plan in planner.take()[1]] == [0, 1]
     assert planner.take() == ([], [])
     planner.check()
 
 
-def test_a_block_without_a_name_or_without_tokens_waits() -> None:
+def test_a_name_without_a_block_waits() -> None:
     planner = Planner(1, saves=True)
-    assert planner.computes("a", NAMES[:1], IDS, 3) == SavePlan(0, (NAMES[0],), (10,), 0)
-    assert planner.computes("a", NAMES[:2], IDS, 3) == SavePlan(1, (NAMES[1],), (11,), 1)
+    assert planner.computes("a", NAMES[:2], IDS[:1]) == SavePlan(0, (NAMES[0],), (10,), 0)
+    assert planner.computes("a", NAMES[1:2], IDS[:1]) is None
+    assert planner.computes("a", NAMES[1:2], IDS[:2]) == SavePlan(1, (NAMES[1],), (11,), 1)
 
 
 def test_blocks_are_held_until_every_rank_has_moved_them() -> None:
     planner = Planner(2, saves=True)
-    planner.computes("a", NAMES, IDS, 2)
+    computed(planner, "a", 2)
     planner.finishes("a", NAMES, IDS, 2)
     assert is_holding(planner)
     assert planner.reported({0: 1}, {}) == []
@@ -43,7 +49,7 @@ def test_blocks_are_held_until_every_rank_has_moved_them() -> None:
 
 def test_an_engine_that_does_not_save_holds_nothing() -> None:
     planner = Planner(1, saves=False)
-    assert planner.computes("a", NAMES, IDS, 2) is None
+    assert computed(planner, "a", 2) is None
     assert not is_holding(planner)
 
 
@@ -51,11 +57,11 @@ def test_nothing_is_saved_before_all_ranks_have_loaded() -> None:
     planner = Planner(2, saves=True)
     planner.found("a", 1)
     planner.load("a", NAMES[:1], IDS[:1], is_layerwise=True)
-    assert planner.computes("a", NAMES, IDS, 3) is None
+    assert computed(planner, "a", 3) is None
     planner.reported({}, {"a": (1, 0)})
-    assert planner.computes("a", NAMES, IDS, 3) is None
+    assert computed(planner, "a", 3) is None
     planner.reported({}, {"a": (1, 0)})
-    assert planner.computes("a", NAMES, IDS, 3) == SavePlan(0, tuple(NAMES[1:3]), (11, 12), 1)
+    assert computed(planner, "a", 3) == SavePlan(0, tuple(NAMES[1:3]), (11, 12), 1)
 
 
 def test_a_load_that_failed_on_one_rank_is_computed_and_saved_from_the_start() -> None:
@@ -63,7 +69,7 @@ def test_a_load_that_failed_on_one_rank_is_computed_and_saved_from_the_start() -
     planner.found("a", 2)
     planner.load("a", NAMES[:2], IDS[:2], is_layerwise=True)
     planner.reported({}, {"a": (2, 1)})
-    assert planner.computes("a", NAMES, IDS, 3) == SavePlan(0, tuple(NAMES[:3]), (10, 11, 12), 0)
+    assert computed(planner, "a", 3) == SavePlan(0, tuple(NAMES[:3]), (10, 11, 12), 0)
 
 
 def test_a_request_that_ends_before_its_load_is_confirmed_is_saved_after_it() -> None:
@@ -98,9 +104,21 @@ def test_nothing_is_saved_that_another_request_computed_on_blocks_that_are_still
     planner.found("a", 2)
     planner.load("a", NAMES[:2], IDS[:2], True)
     planner.found("b", 2)
-    assert planner.computes("b", NAMES, IDS, 3) is None
+    assert computed(planner, "b", 3) is None
     assert planner.reported({}, {"a": (1, 1)}) == []
     planner.check()
-    plan = planner.computes("b", NAMES, IDS, 3)
+    plan = computed(planner, "b", 3)
     assert plan is not None and plan.names == tuple(NAMES[2:3]), "computed again, on blocks that are right"
     assert planner.held_blocks == {IDS[2]: 1}
+
+
+def test_nothing_is_saved_before_the_ranks_have_answered_the_steps_with_loads_of_others() -> None:
+    planner = Planner(1, saves=True)
+    for step in (3, 4):
+        planner.begins(step)
+    assert computed(planner, "a", 2) is None
+    planner.answered(3)
+    assert computed(planner, "a", 2) is None
+    planner.answered(4)
+    assert computed(planner, "a", 2) == SavePlan(0, tuple(NAMES[:2]), (10, 11), 0)
+    planner.check()

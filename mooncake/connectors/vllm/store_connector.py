@@ -74,6 +74,8 @@ class StorePlans(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[SavePlan]
     is_idle: bool
     """Whether the step computes nothing."""
+    step: int = 0
+    """Number of a step in which some connector loads blocks, which is answered with it; otherwise 0."""
 
 
 @dataclasses.dataclass
@@ -91,23 +93,26 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """By save, the number of ranks that are done with it."""
     loaded: dict[str, tuple[int, int]]
     """By request: (ranks whose load has ended, those on which it failed)."""
-    stored: dict[BlockName, int]
-    """By block, the number of ranks that have stored their shards of it."""
+    stored: dict[tuple[int, BlockName], int]
+    """By save and block, the number of ranks that have stored their shards of it."""
     digests: set[str]
     """Digests of the shards of ranks that report for the first time."""
     num_new_ranks: int
+    step: int = 0
+    """See ``StorePlans``."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport)
         for number, count in other.saved.items():
             self.saved[number] = self.saved.get(number, 0) + count
-        for name, count in other.stored.items():
-            self.stored[name] = self.stored.get(name, 0) + count
+        for block, count in other.stored.items():
+            self.stored[block] = self.stored.get(block, 0) + count
         for request_id, (ranks, failures) in other.loaded.items():
             mine = self.loaded.get(request_id, (0, 0))
             self.loaded[request_id] = (mine[0] + ranks, mine[1] + failures)
         self.digests |= other.digests
         self.num_new_ranks += other.num_new_ranks
+        self.step = max(self.step, other.step)
         return self
 
 
@@ -211,6 +216,7 @@ class MooncakeStoreConnector(CountedConnector, KVConnectorBase_V1):  # type: ign
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plans = self._get_connector_metadata()
         assert isinstance(plans, StorePlans)
+        self._w.step = plans.step
         self._w.transfer.load(plans.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -284,6 +290,7 @@ class StoreSchedulerSide:
         self._requests: dict[str, _KnownRequest] = {}
         self._generation = b""
         self._num_known_ranks = 0
+        self._step = 0
         self._digests: set[str] = set()
         self._may_wait = True
         """Whether no lookup has been waited for in this step."""
@@ -302,10 +309,10 @@ class StoreSchedulerSide:
         self._requests[request.request_id] = known = _KnownRequest(request)
         self._find(known)
 
-    def _names(self, request: Any, num_blocks: int) -> list[BlockName]:
-        """Names of a request's leading full blocks. An adapter counts with its weights, not just its name."""
+    def _names(self, request: Any, end: int, first: int = 0) -> list[BlockName]:
+        """Names of a request's full blocks up to ``end``. An adapter counts with its weights."""
         salt = self._generation + self._adapters.digest(request.lora_request)
-        hashes = request.block_hashes[:num_blocks]
+        hashes = request.block_hashes[first:end]
         return [hashlib.sha256(salt + one).digest() if salt else bytes(one) for one in hashes]
 
     def _find(self, known: _KnownRequest) -> PendingLookup:
@@ -344,12 +351,23 @@ class StoreSchedulerSide:
         known.lookup = None  # if it comes again it was preempted, and blocks found may have been evicted
         if num_tokens:
             part = slice(known.first_block, known.first_block + num_tokens // self._block_tokens)
-            names = self._names(request, part.stop)
-            self.planner.load(request.request_id, names[part], block_ids[part], not self._is_async)
+            names = self._names(request, part.stop, part.start)
+            self.planner.load(request.request_id, names, block_ids[part], not self._is_async)
 
     def plans(self, output: Any) -> StorePlans:
         """Work of the ranks in this step."""
         self._may_wait = True
+        self._step += 1
+        step = self._step if output.has_sync_kv_loads else 0
+        if step:  # of this connector, or of another one under MultiConnector
+            self.planner.begins(step)
+        if self.planner.may_save:
+            self._plan_saves(output)
+        loads, saves = self.planner.take()
+        return StorePlans(loads, saves, output.total_num_scheduled_tokens == 0, step)
+
+    def _plan_saves(self, output: Any) -> None:
+        """Plan to save the blocks that this step fills."""
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             known = self._requests.get(request_id)
             if known is None:
@@ -358,23 +376,23 @@ class StoreSchedulerSide:
             num_guessed = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             num_full = (request.num_computed_tokens + num_tokens - num_guessed) // self._block_tokens
             num_full = min(num_full, len(request.block_hashes))
-            if num_full <= self.planner.num_saved(request_id):
+            num_saved = self.planner.num_saved(request_id)
+            if num_full <= num_saved:
                 continue
             (block_ids,) = output.kv_connector_block_state.get_block_ids(request_id)
-            names = self._names(request, num_full)
-            plan = self.planner.computes(request_id, names, block_ids, num_full)
+            plan = self.planner.computes(request_id, self._names(request, num_full, num_saved), block_ids)
             if plan is not None:
                 self._hold(plan.block_ids)
                 if self._events is not None:
                     self._events.saves(plan, request)
-        loads, saves = self.planner.take()
-        return StorePlans(loads, saves, output.total_num_scheduled_tokens == 0)
 
     def reported(self, report: RankReport) -> None:
         self.know(report.digests, report.num_new_ranks)
         for request_id, (_, num_failures) in report.loaded.items():
             if num_failures and request_id in self._requests:
                 self._requests[request_id].must_compute = True
+        if report.step:
+            self.planner.answered(report.step)
         released = self.planner.reported(report.saved, report.loaded)
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(released))
         if self._events is not None:
@@ -430,6 +448,8 @@ class StoreWorkerSide:
         self.layers: dict[str, int] = {}
         self.digests: list[str] = []
         self.moved = TransferReport()
+        self.step = 0
+        """The number that this step is answered with."""
         self.stats = ConnectorStats()
 
     @property
@@ -459,7 +479,8 @@ class StoreWorkerSide:
 
     def report(self) -> RankReport | None:
         moved = self.moved
-        if self._has_introduced and not (moved.saved or moved.loaded):
+        step, self.step = self.step, 0
+        if self._has_introduced and not (moved.saved or moved.loaded or step):
             return None
         digests = set() if self._has_introduced else set(self.digests)
         num_new_ranks, self._has_introduced = int(not self._has_introduced), True
@@ -469,6 +490,7 @@ class StoreWorkerSide:
             dict.fromkeys(moved.stored, 1),
             digests,
             num_new_ranks,
+            step,
         )
 
     def close(self) -> None:
@@ -478,46 +500,61 @@ class StoreWorkerSide:
         self._session.close()
 
 
+@dataclasses.dataclass
+class _PendingEvent:
+    """The event of a block that is being saved."""
+
+    event: Any
+    missing: dict[int, int]
+    """By save of the block, the number of ranks that have not stored their shards of it."""
+
+
 class StoredEvents:
-    """Blocks that are being saved, until their events can be published or they are known not to be stored."""
+    """Blocks that are being saved, until their events can be published or they are known not to be stored.
+
+    A block that several requests compute has several saves. It can be found once all ranks have stored it in
+    one of them; the ranks of different saves are not added up, because one rank may have failed in each.
+    """
 
     def __init__(self, num_ranks: int, block_tokens: int) -> None:
         self._num_ranks = num_ranks
         self._block_tokens = block_tokens
-        self._pending: dict[BlockName, tuple[int, Any]] = {}
+        self._pending: dict[BlockName, _PendingEvent] = {}
         self._names: dict[int, tuple[tuple[BlockName, ...], int]] = {}
         """By save: its blocks, and the number of ranks that are not done with it."""
         self._events: list[Any] = []
 
     def saves(self, plan: SavePlan, request: Any) -> None:
         """Record that blocks of the request are being saved."""
-        tokens = self._block_tokens
-        adapter = request.lora_request
         self._names[plan.number] = (plan.names, self._num_ranks)
-        for name, index in zip(
-            plan.names, range(plan.first_block, plan.first_block + len(plan.names)), strict=True
-        ):
-            hashes = request.block_hashes
-            event = BlockStored(
-                block_hashes=[maybe_convert_block_hash(hashes[index])],
-                parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
-                token_ids=list(request.all_token_ids[index * tokens : (index + 1) * tokens]),
-                block_size=tokens,
-                lora_id=adapter.adapter_id if adapter else None,
-                medium=MEDIUM,
-                lora_name=adapter.lora_name if adapter else None,
-                group_idx=0,
-            )
-            self._pending[name] = (self._num_ranks, event)
+        for index, name in enumerate(plan.names, plan.first_block):
+            if name not in self._pending:
+                self._pending[name] = _PendingEvent(self._event(request, index), {})
+            self._pending[name].missing[plan.number] = self._num_ranks
 
-    def stored(self, stored: Mapping[BlockName, int], saved: Mapping[int, int]) -> None:
+    def _event(self, request: Any, index: int) -> Any:
+        """The event of the request's block ``index``."""
+        hashes, adapter, tokens = request.block_hashes, request.lora_request, self._block_tokens
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[index])],
+            parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
+            token_ids=list(request.all_token_ids[index * tokens : (index + 1) * tokens]),
+            block_size=tokens,
+            lora_id=adapter.adapter_id if adapter else None,
+            medium=MEDIUM,
+            lora_name=adapter.lora_name if adapter else None,
+            group_idx=0,
+        )
+
+    def stored(self, stored: Mapping[tuple[int, BlockName], int], saved: Mapping[int, int]) -> None:
         """Record the numbers of ranks that have stored blocks and that are done with saves."""
-        for name, num_ranks in stored.items():
-            if name in self._pending:
-                missing, event = self._pending[name]
-                self._pending[name] = (missing - num_ranks, event)
-                if missing == num_ranks:
-                    self._events.append(self._pending.pop(name)[1])
+        for (number, name), num_ranks in stored.items():
+            pending = self._pending.get(name)
+            if pending is None or number not in pending.missing:
+                continue  # published after another save
+            pending.missing[number] -= num_ranks
+            if not pending.missing[number]:
+                self._events.append(self._pending.pop(name).event)
         for number, num_ranks in saved.items():
             if number in self._names:
                 names, missing = self._names[number]
@@ -525,7 +562,15 @@ class StoredEvents:
                 if missing == num_ranks:
                     del self._names[number]
                     for name in names:
-                        self._pending.pop(name, None)
+                        self._failed(number, name)
+
+    def _failed(self, number: int, name: BlockName) -> None:
+        """Record that the block will not be stored by this save, unless it has been."""
+        pending = self._pending.get(name)
+        if pending is not None:
+            pending.missing.pop(number, None)
+            if not pending.missing:
+                del self._pending[name]
 
     def take(self) -> list[Any]:
         events, self._events = self._events, []
