@@ -37,7 +37,7 @@ from mooncake.p2p.manifest import (
     chunk_sizes_of,
     path_trouble,
 )
-from mooncake.transfer.memory import span_of
+from mooncake.transfer.memory import span_and_export
 
 MAX_HEADER_BYTES = 100 << 20
 ELEMENT_BYTES = {
@@ -424,14 +424,14 @@ def _bytes_of(name: str, buffer: Any) -> memoryview:
     if path_trouble(name):
         raise InvalidArgument("buffers", name, f"another name ({path_trouble(name)})")
     if hasattr(buffer, "data_ptr"):  # a tensor: its bytes without a copy, bfloat16 included
-        address, size, _ = span_of(buffer)
+        address, size, *_ = span_and_export(buffer)
         memory = (ctypes.c_ubyte * size).from_address(address)
         memory.owner = buffer  # type: ignore[attr-defined]  # the memory lives as long as any view of it
         return memoryview(memory).cast("B")
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise InvalidArgument("buffers", name, "contiguous memory")
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
+    if isinstance(buffer, tuple):  # an address, which keeps no memory alive
+        raise InvalidArgument("buffers", name, "an array, a tensor on the CPU, or another buffer")
+    export = span_and_export(buffer)[3]
+    return memoryview(bytearray()) if export is None else memoryview(export)  # type: ignore[arg-type]
 
 
 def _span(view: memoryview) -> tuple[int, int]:
@@ -441,5 +441,8 @@ def _span(view: memoryview) -> tuple[int, int]:
 
 
 def _element_bytes(buffer: Any) -> int:
-    size = buffer.element_size() if hasattr(buffer, "element_size") else memoryview(buffer).itemsize
-    return int(np.clip(size, 1, 16))
+    if hasattr(buffer, "element_size"):
+        size = buffer.element_size()
+    else:  # not all of numpy's types have a format that a view may have
+        size = buffer.itemsize if hasattr(buffer, "itemsize") else memoryview(buffer).itemsize
+    return int(size) if 0 < size <= 16 else 1  # a record is not one number

@@ -103,15 +103,17 @@ def test_a_folder_with_more_files_than_are_kept_open(tmp_path: Path) -> None:
 
 def test_buffers_of_several_kinds() -> None:
     tensor = torch.arange(10, dtype=torch.bfloat16)
-    buffers = {"array": np.arange(6, dtype=np.float32).reshape(2, 3), "bytes": bytearray(b"abc"), "t": tensor}
+    buffers = {
+        "array": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "bytes": bytearray(b"abc"),
+        "t": tensor,
+        "times": np.zeros(2, dtype="M8[s]"),
+        "records": np.zeros(1, dtype=[("a", "f8", 3)]),
+    }
     content = BufferContent(buffers, is_writable=True)
-    assert [(item.name, item.size_bytes) for item in content.items] == [
-        ("array", 24),
-        ("bytes", 3),
-        ("t", 20),
-    ]
-    assert [item.tensors[0].element_bytes for item in content.items] == [4, 1, 2]
-    content.write(2, 0, b"\0" * 20)
+    sizes = {item.name: (item.size_bytes, item.tensors[0].element_bytes) for item in content.items}
+    assert sizes == {"array": (24, 4), "bytes": (3, 1), "records": (24, 1), "t": (20, 2), "times": (16, 8)}
+    content.write(3, 0, b"\0" * 20)
     assert not tensor.any() and content.read(1, 1, 2) == b"bc"
     with pytest.raises(InvalidArgument, match="contiguous"):
         BufferContent({"x": np.zeros((4, 4))[:, ::2]})
@@ -119,6 +121,24 @@ def test_buffers_of_several_kinds() -> None:
         BufferContent({"x": b"read-only"}, is_writable=True)
     with pytest.raises(InvalidArgument, match="name"):
         BufferContent({"../x": bytearray(1)})
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        np.array([object()], dtype=object),
+        np.zeros(4, dtype=[("a", "O"), ("b", "i4")]),
+        np.zeros((4, 4))[:, 1],
+        torch.empty(4, device="meta"),
+        "text",
+        (1 << 20, 8),
+        None,
+    ],
+    ids=["objects", "records", "strided", "meta", "text", "address", "none"],
+)
+def test_memory_that_does_not_hold_values_is_refused(buffer: object) -> None:
+    with pytest.raises(InvalidArgument, match="buffer"):
+        BufferContent({"a": buffer}, is_writable=True)
 
 
 def test_buffers_live_as_long_as_they_are_registered() -> None:
