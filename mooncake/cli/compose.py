@@ -2,9 +2,9 @@
 """A cluster as a compose file: each program of ``deploy.py`` as a service, with etcd, Prometheus and Grafana.
 
 Only the gateway, Prometheus and Grafana are published, the latter two on loopback. The containers' health
-checks open a connection: every port requires a certificate that a check does not have. Every service runs as
-the owner of the credentials, so a first service gives it the volumes: engines make a volume with the owner
-that its folder has in the image, which is another user in Prometheus' and etcd's.
+checks open a connection, as most ports require a certificate; a node's reads its page of metrics with its
+own. Every service runs as the owner of the credentials, so a first service gives it the volumes: engines make
+a volume with the owner that its folder has in the image, which is another user in Prometheus' and etcd's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mooncake.cli.deploy import (
     ENGINE_PORT,
     GATEWAY_PORT,
     MASTER_PORT,
+    NODE_CHECK,
     SECRETS,
     Addresses,
     DeploySettings,
@@ -174,8 +175,7 @@ def _service(settings: DeploySettings, name: str, program: Program, needs: Seque
         mounts.append(_mount(f"${{MOONCAKE_MODELS:-{settings.models_path}}}", "/models"))
     if program.role == "gateway":
         mounts.append(_mount(f"{credentials}/clients.toml", CLIENTS_FILE))
-    port = next(iter(program.ports.values()))
-    check = ["CMD", "python", "-c", CONNECTS.format(port=port)]
+    connects = ("python", "-c", CONNECTS.format(port=next(iter(program.ports.values()))))
     service: dict[str, Any] = {
         "image": program.image,
         "hostname": name,
@@ -185,7 +185,7 @@ def _service(settings: DeploySettings, name: str, program: Program, needs: Seque
         "env_file": [f"{credentials}/admin.env"],
         "volumes": mounts,
         "healthcheck": {
-            "test": check,
+            "test": ["CMD", *(NODE_CHECK if program.role == "node" else connects)],
             "interval": "5s",
             "timeout": "5s",
             "retries": 6,

@@ -43,6 +43,23 @@ ENGINE_PORT, EVENTS_PORT, REPLAY_PORT = 8100, 5557, 5558
 CONDUCTOR_PORT, CONDUCTOR_WEB_PORT = 8400, 13333
 GATEWAY_PORT = 8000
 
+NODE_CHECK = (
+    "python",
+    "-c",
+    f"""\
+import http.client, os, ssl, sys
+tls = ssl.create_default_context(cafile="{CREDENTIALS}/ca.pem")
+tls.check_hostname = False
+tls.load_cert_chain("{CREDENTIALS}/node.pem", "{CREDENTIALS}/node.key")
+host = os.environ.get("POD_IP", "127.0.0.1")
+page = http.client.HTTPSConnection(host, {NODE_WEB_PORT}, timeout=4, context=tls)
+page.request("GET", "/metrics")
+sys.exit(b"\\nmooncake_store_mounted 1" not in page.getresponse().read())
+""",
+)
+"""Command that succeeds in a node's container while the node's memory is part of the store: its ports are open
+long before, and an update that went by them would empty the pool, node after node."""
+
 
 @dataclass(frozen=True)
 class DeploySettings:

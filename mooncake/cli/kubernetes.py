@@ -21,6 +21,7 @@ from mooncake.cli.deploy import (
     CREDENTIALS,
     ENGINE_PORT,
     MASTER_PORT,
+    NODE_CHECK,
     SECRETS,
     Addresses,
     DeploySettings,
@@ -500,7 +501,8 @@ def _container(settings: DeploySettings, program: Program, mounts: Sequence[Mani
 
 
 def _probes(program: Program) -> Manifest:
-    """Probes that open a connection: all ports but the gateway's require a certificate of the caller."""
+    """Probes that open a connection, where no better one is possible: all ports but the gateway's require a
+    certificate of the caller. Engines listen when their model is loaded."""
     port = next(iter(program.ports))
     if program.role == "gateway":
         ready = {"httpGet": {"path": "/ready", "port": port, "scheme": "HTTPS"}}
@@ -509,7 +511,9 @@ def _probes(program: Program) -> Manifest:
         ready = lives = {"tcpSocket": {"port": port}}
     if program.web[0] == "http" and program.computes:
         ready = lives = {"httpGet": {"path": "/health", "port": port}}
-    patience = 180 if program.computes else 30
+    if program.role == "node":
+        ready = {"exec": {"command": list(NODE_CHECK)}}
+    patience = 360 if program.computes else 30
     return {
         "startupProbe": {**lives, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": patience},
         "readinessProbe": {**ready, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 2},

@@ -3,14 +3,16 @@
 
 Owns the order in which these start and stop, the same for a worker and for an engine without a model; both
 bring their own model. An engine also starts without its store and connects when the store is up: the pool
-makes answers faster and is never needed for one.
+makes answers faster and is never needed for one. It listens only when it can answer: probes of orchestrators
+open a connection, and one that the kernel accepts while the model is loaded would end the wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -60,33 +62,47 @@ async def serve(
     Raises AddressInUse when the port is taken.
     """
     check_address(host)
-    listening = listen(host, port)
-    async with running as api:
-        # The clients of a worker are gateways and conductors: nodes of the cluster.
-        address = f"{host}:{listening.getsockname()[1]}"
-        app = HttpAuth(_traced(create_app(api), address), levels=NODES_AND_ADMINS, open_paths=("/version",))
-        tls = process_identity().server_tls
-        server = HttpServer(app, listening, tls=tls, deadlines=DEADLINES)
-        try:
-            await server.start()
-            log.info(
-                "ready",
-                role=api.role,
-                address=f"{'https' if tls else 'http'}://{host}:{server.port}",
-                model=api.model,
-            )
-            waiting = asyncio.ensure_future(server.wait())
-            ends: list[asyncio.Future[Any]] = [waiting] if lost is None else [waiting, lost]
+    with _reserved(host, port) as port:
+        async with running as api:
+            # The clients of a worker are gateways and conductors: nodes of the cluster.
+            app = _traced(create_app(api), f"{host}:{port}")
+            app = HttpAuth(app, levels=NODES_AND_ADMINS, open_paths=("/version",))
+            tls = process_identity().server_tls
+            server = HttpServer(app, listen(host, port), tls=tls, deadlines=DEADLINES)
             try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if lost is not None and lost.done():
-                    await asyncio.sleep(ANSWER_GRACE_S)
-                    raise lost.result()
-                waiting.result()
+                await server.start()
+                log.info(
+                    "ready",
+                    role=api.role,
+                    address=f"{'https' if tls else 'http'}://{host}:{server.port}",
+                    model=api.model,
+                )
+                waiting = asyncio.ensure_future(server.wait())
+                ends: list[asyncio.Future[Any]] = [waiting] if lost is None else [waiting, lost]
+                try:
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    if lost is not None and lost.done():
+                        await asyncio.sleep(ANSWER_GRACE_S)
+                        raise lost.result()
+                    waiting.result()
+                finally:
+                    waiting.cancel()
             finally:
-                waiting.cancel()
-        finally:
-            await server.close()
+                await server.close()
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """Own a port without listening: connections are refused, and no other process gets it as a free one.
+
+    Yields the port. Raises AddressInUse when another process listens there.
+    """
+    with listen(host, port) as taken:
+        family, address = taken.family, taken.getsockname()
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        yield address[1]
 
 
 def _traced(app: FastAPI, address: str) -> Any:

@@ -17,9 +17,20 @@ import yaml
 from mooncake import config
 from mooncake.cli import kubernetes
 from mooncake.cli.commands import COMMANDS
-from mooncake.cli.deploy import CLIENTS_FILE, DeploySettings, files_of, make_credentials
+from mooncake.cli.deploy import (
+    CLIENTS_FILE,
+    CREDENTIALS,
+    NODE_CHECK,
+    NODE_WEB_PORT,
+    DeploySettings,
+    files_of,
+    make_credentials,
+)
 from mooncake.console.store_source import RemoteMaster
 from mooncake.errors import InvalidArgument
+from mooncake.http.server import serve_metrics
+from mooncake.security import Identity, SecuritySettings
+from mooncake.store.node.node import IS_MOUNTED
 from tests import kustomize
 from tests.cluster import wait_for
 
@@ -159,6 +170,35 @@ def test_engines_may_push_kv_to_each_other_and_others_reach_one_port(rendered: P
         one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in rpc.get("from", [])
     ]
     assert origins == ([] if of_hosts else ["master", "node", "prefill", "decode", "gateway"])
+
+
+def test_a_node_is_ready_when_its_memory_is_mounted(rendered: Path) -> None:
+    """An update waits for it, and so do the services of compose that need nodes: ports are open before."""
+    overlay = sorted((rendered / "kubernetes" / "overlays").iterdir())[0]
+    containers = [one["spec"]["containers"][0] for one in pods(kustomize.build(overlay))]
+    (node,) = [one for one in containers if one["name"] == "node"]
+    assert node["readinessProbe"]["exec"]["command"] == list(NODE_CHECK)
+    assert "tcpSocket" in node["livenessProbe"], "a node without a master is not started again"
+    services = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]
+    assert services["node-0"]["healthcheck"]["test"] == ["CMD", *NODE_CHECK]
+
+
+def test_the_check_of_a_node_reads_its_page(tmp_path: Path) -> None:
+    make_credentials(tmp_path)
+    files = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
+    web = serve_metrics("127.0.0.1", 0, Identity(SecuritySettings(*files)).server_tls)
+    try:
+        code = NODE_CHECK[-1].replace(CREDENTIALS, str(tmp_path)).replace(str(NODE_WEB_PORT), str(web.port))
+        found = []
+        for is_mounted in (False, True):
+            IS_MOUNTED.set(is_mounted)
+            done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+            assert not done.stderr
+            found.append(done.returncode)
+        assert found == [1, 0]
+    finally:
+        IS_MOUNTED.set(False)
+        web.close()
 
 
 def test_an_update_leaves_the_numbers_that_autoscalers_set(rendered: Path) -> None:

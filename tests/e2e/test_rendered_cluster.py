@@ -28,7 +28,7 @@ import pytest
 import yaml
 
 from mooncake.cli import boards
-from mooncake.cli.deploy import DeploySettings, files_of, make_credentials
+from mooncake.cli.deploy import CREDENTIALS, DeploySettings, files_of, make_credentials
 from mooncake.cli.metric_declarations import declared_metrics
 from mooncake.cli.panels import series_in
 from tests import kustomize
@@ -202,6 +202,12 @@ class Kubelet:
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         probe = container["readinessProbe"]
         try:
+            if "exec" in probe:
+                tls = str(self.folder / pod.name / "tls")
+                words = [word.replace(CREDENTIALS, tls) for word in probe["exec"]["command"][1:]]
+                environment = {"POD_IP": pod.address}
+                done = subprocess.run([sys.executable, *words], env=environment, capture_output=True)
+                return done.returncode == 0
             if "tcpSocket" in probe:
                 socket.create_connection((pod.address, ports[probe["tcpSocket"]["port"]]), 5).close()
                 return True
