@@ -108,28 +108,29 @@ def are_accessible(
 
 @contextlib.contextmanager
 def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[None]:
-    """Keep ``spans`` registered within the block.
+    """Keep ``spans`` registered within the block, whatever other threads register and unregister.
 
     Raises:
         InvalidArgument: part of it is not memory of this process.
     """
     addresses = np.array([address for address, _ in spans], dtype=np.uint64)
     sizes = np.array([size_bytes for _, size_bytes in spans], dtype=np.uint64)
-    missing = session.registered.uncovered(addresses, sizes)
-    if missing is None:
-        yield
-        return
-    host: list[int] = []
-    device: list[int] = []
-    for at in np.flatnonzero(missing).tolist():
-        (device if session.engine.is_device_memory(spans[at][0]) else host).append(at)
-    regions = [session.engine.register(spans[at]) for at in device]
-    try:
-        temporary = session.temporary_registrations.begin(addresses[host], sizes[host]) if host else []
-        try:
+    with session.registered.in_use(spans):
+        missing = session.registered.uncovered(addresses, sizes)
+        if missing is None:
             yield
+            return
+        host: list[int] = []
+        device: list[int] = []
+        for at in np.flatnonzero(missing).tolist():
+            (device if session.engine.is_device_memory(spans[at][0]) else host).append(at)
+        regions = [session.engine.register(spans[at]) for at in device]
+        try:
+            temporary = session.temporary_registrations.begin(addresses[host], sizes[host]) if host else []
+            try:
+                yield
+            finally:
+                session.temporary_registrations.end(temporary)
         finally:
-            session.temporary_registrations.end(temporary)
-    finally:
-        for region in regions:
-            session.engine.unregister(region)
+            for region in regions:
+                session.engine.unregister(region)

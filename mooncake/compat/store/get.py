@@ -258,7 +258,8 @@ def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Sp
     if is_usual and all(are_accessible(session, parts, to_write=True)):
         with contextlib.suppress(InvalidArgument):  # too small; which one is found below
             began = time.monotonic()
-            sizes = session.store.get_batch_into(keys, spans)
+            with session.registered.in_use(spans):
+                sizes = session.store.get_batch_into(keys, spans)
             session.client_metrics.count_bytes("read", sum(size or 0 for size in sizes))
             codes = [MISS if size is None else size for size in sizes]
             missing = [at for at, code in enumerate(codes) if code == MISS]

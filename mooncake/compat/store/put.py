@@ -8,6 +8,7 @@ they are large; the others are written span by span, in chunks such that each sp
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.put_options import PutOptions, put_options
 from mooncake.compat.store.read_plan import chunk_bytes_for
 from mooncake.compat.store.store_session import StoreSession
-from mooncake.errors import Refusal
+from mooncake.errors import MooncakeError, Refusal
 from mooncake.log import get_logger
 from mooncake.store.client.effects import pauses_within
 from mooncake.store.client.grants import PutGrant
@@ -333,9 +334,10 @@ def _put_some(
     is_left_to_store = num_bytes <= batches.SLOW_PART_BYTES or options.policy.is_durable
     if is_left_to_store and all(len(spans) == 1 for spans in parts):
         spans = [spans[0] for spans in parts]
-        outcomes = session.store.put_batch(
-            keys, spans, options.policy, groups=options.groups, replace=replace
-        )
+        with session.registered.in_use(spans):
+            outcomes = session.store.put_batch(
+                keys, spans, options.policy, groups=options.groups, replace=replace
+            )
         return _counted(session, keys, parts, outcomes)
     with registered_spans(session, [span for spans in parts for span in spans]):
         outcomes = [None] * len(keys)
@@ -391,14 +393,22 @@ def _write(
     )
     outcomes = [grant if isinstance(grant, Refusal) else None for grant in started]
     held = [(at, grant) for at, grant in enumerate(started) if isinstance(grant, PutGrant)]
-    for num_slices in dict.fromkeys(len(parts[at]) for at, _ in held):
-        alike = [(at, grant) for at, grant in held if len(parts[at]) == num_slices]
-        columns = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
-        ends = np.cumsum(columns[:, :, 1], axis=1)
-        lengths = columns[:, :, 1]
-        offsets = (ends - lengths).ravel()
-        addresses = columns[:, :, 0].ravel()
-        store.write_ranges([grant for _, grant in alike], offsets, addresses, lengths.ravel(), timeout_s)
-    for (at, _), outcome in zip(held, store.end_puts([grant for _, grant in held]), strict=True):
+    grants = [grant for _, grant in held]
+    try:
+        for num_slices in dict.fromkeys(len(parts[at]) for at, _ in held):
+            alike = [(at, grant) for at, grant in held if len(parts[at]) == num_slices]
+            columns = np.array([parts[at] for at, _ in alike], dtype=np.uint64)
+            ends = np.cumsum(columns[:, :, 1], axis=1)
+            lengths = columns[:, :, 1]
+            offsets = (ends - lengths).ravel()
+            addresses = columns[:, :, 0].ravel()
+            store.write_ranges([grant for _, grant in alike], offsets, addresses, lengths.ravel(), timeout_s)
+        ended = store.end_puts(grants)
+    except BaseException:
+        # Otherwise they would keep their keys from other writers until their deadline. No answer is awaited.
+        with contextlib.suppress(MooncakeError):
+            store.abort_puts(grants, deadline=0.0)
+        raise
+    for (at, _), outcome in zip(held, ended, strict=True):
         outcomes[at] = outcome
     return outcomes

@@ -8,9 +8,10 @@ registered once, shared with peers on this host, and backed by real memory only 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,10 @@ class RegisteredMemory:
         self._regions: dict[int, Region] = {}
         self._columns: tuple[Column, Column, npt.NDArray[np.bool_]] | None = None
         """Starts, ends, and flags of the regions that are writable; None until they are needed again."""
+        self._spans_in_use: dict[object, Sequence[tuple[int, int]]] = {}
+        """Spans of the calls in progress."""
+        self._retired: dict[tuple[int, int], Region] = {}
+        """Regions that the program has unregistered while a call used their memory, by their spans."""
         self._slabs: list[tuple[Region, int]] = []
         self._free: dict[int, list[int]] = {}
         self._allocated: dict[int, int] = {}
@@ -60,7 +65,12 @@ class RegisteredMemory:
                     can_be_written = self._can_be_written(address, size)
                     self._check_overlap(address, size)
                     memory = (address, size) if can_be_written else _read_only_view(address, size)
-                    self._insert(address, self._engine.register(memory, where))
+                    region = self._retired.get((address, size))
+                    if region is not None and region.is_writable == can_be_written:
+                        del self._retired[address, size]
+                    else:
+                        region = self._engine.register(memory, where)
+                    self._insert(address, region)
                     added.append(address)
             except BaseException:
                 for address in added:
@@ -84,6 +94,34 @@ class RegisteredMemory:
                 EngineCode.ADDRESS_NOT_REGISTERED,
                 f"unregister {unknown[0]:#x}: nothing registered begins there",
             )
+
+    @contextlib.contextmanager
+    def in_use(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Keep what is registered of these spans, (address, size) each, in the engine within the block.
+
+        Another thread may register and unregister the same memory around each of its own calls, and the
+        engine takes any region that contains the bytes: it would cancel the transfers of this block.
+        """
+        call = object()
+        with self._lock:
+            self._spans_in_use[call] = spans
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._spans_in_use[call]
+                for span, region in list(self._retired.items()):
+                    if not self._is_in_use(region):
+                        del self._retired[span]
+                        self._engine.unregister(region)
+
+    def _is_in_use(self, region: Region) -> bool:
+        end = region.address + region.size_bytes
+        return any(
+            address < end and region.address < address + size
+            for spans in self._spans_in_use.values()
+            for address, size in spans
+        )
 
     def uncovered(
         self, addresses: Column, sizes: Column, to_write: bool = False
@@ -215,7 +253,11 @@ class RegisteredMemory:
     def _drop(self, address: int) -> None:
         self._starts.remove(address)
         self._columns = None
-        self._engine.unregister(self._regions.pop(address))
+        region = self._regions.pop(address)
+        if self._is_in_use(region):
+            self._retired[address, region.size_bytes] = region
+        else:
+            self._engine.unregister(region)
 
 
 def _read_only_view(address: int, size: int) -> memoryview:

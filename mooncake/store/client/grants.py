@@ -217,6 +217,34 @@ def put_grant(
     return grant
 
 
+def read_grant(
+    key: ObjectKey,
+    stored: m.Stored,
+    expires_at: float,
+    handles: dict[str, Any],
+    distance: Callable[[m.Replica], Any],
+) -> ReadGrant | None:
+    """Grant on the reachable replicas, nearest first; None: no replica can be reached."""
+    places = [(one, handle) for one in stored.replicas if (handle := handles.get(one.segment)) is not None]
+    if not places:
+        return None
+    if len(places) > 1:
+        places.sort(key=lambda place: distance(place[0]))
+    replica, handle = places[0]
+    return ReadGrant(
+        key=key,
+        size_bytes=stored.size_bytes,
+        chunk_bytes=stored.chunk_bytes,
+        segment=handle,
+        address=replica.address,
+        checksums=np.frombuffer(stored.checksums, dtype="<u4"),
+        expires_at=expires_at,
+        object_id=stored.object_id,
+        replica=replica,
+        others=places[1:],
+    )
+
+
 def peer_lost(replica: m.Replica, reason: str) -> Refusal:
     """Refusal for a replica whose node can't be reached."""
     return Refusal("peer_lost", f"the node of segment {replica.segment!r} can't be reached: {reason}")

@@ -54,6 +54,7 @@ from mooncake.store.client.grants import (
     distinct,
     peer_lost,
     put_grant,
+    read_grant,
     spread,
     tiled_checksum,
     whole_objects,
@@ -183,8 +184,9 @@ class Operations:
                     held.append((index, grant))
                 elif grant is not None or _code(outcomes[index]) != "peer_lost":
                     outcomes[index] = grant
-            yield from self._write_whole([g for _, g in held], [addresses[i] for i, _ in held], deadline)
-            ended = yield from self.end_puts([grant for _, grant in held], deadline)
+            ended = yield from self._write_and_end(
+                [grant for _, grant in held], [addresses[i] for i, _ in held], deadline
+            )
             for (index, grant), outcome in zip(held, ended, strict=True):
                 outcomes[index] = outcome
                 if _code(outcome) == "peer_lost":
@@ -239,10 +241,16 @@ class Operations:
         """Read the whole object of each grant to its address; which of them arrived and are right."""
         return (yield from self._read(grants, whole_objects(grants, addresses), deadline))
 
-    def _write_whole(
+    def _write_and_end(
         self, grants: Sequence[PutGrant], addresses: Sequence[int], deadline: float
-    ) -> Operation[None]:
-        yield from self._write(grants, whole_objects(grants, addresses), deadline)
+    ) -> Operation[list[Refusal | None]]:
+        """Write whole objects and end their puts, or abort them when that raises."""
+        try:
+            yield from self._write(grants, whole_objects(grants, addresses), deadline)
+            return (yield from self.end_puts(grants, deadline))
+        except BaseException as error:
+            yield from self._abort_after(error, [(grant.key, grant.object_id) for grant in grants])
+            raise
 
     # Fast path for one object of one chunk and one replica: without columns of slices, which would cost more
     # than moving its bytes. In all other cases the general path continues from that point.
@@ -281,21 +289,24 @@ class Operations:
             refusal = answer.reply.refusals.get(0)
             return _code(refusal) != "being_written", refusal
         expires_at = first_asked_at + answer.reply.put_s
-        handles = yield from self._open([reserved], deadline)
-        replica = reserved.replicas[0]
-        if len(reserved.replicas) == 1 and handles[replica.segment] is not None:
-            slices = OneSlice(handles[replica.segment], address, replica.address, size_bytes)
-            moved = (yield MoveSlices(True, [slices], min(deadline, expires_at)))[0]
-            self.moved_small(slices.handle)
-            if moved.checksums is not None and moved.now < expires_at:
-                checksums = [moved.checksums.tobytes()]
-                ended = m.PutEnd([key], [reserved.object_id], checksums, [], self.tenant)
-                answer, _ = yield from self._ask(ended, deadline)
-                outcome = answer.reply.outcomes[0]
-                return True, outcome if isinstance(outcome, Refusal) else None
+        try:
+            handles = yield from self._open([reserved], deadline)
+            replica = reserved.replicas[0]
+            if len(reserved.replicas) == 1 and handles[replica.segment] is not None:
+                slices = OneSlice(handles[replica.segment], address, replica.address, size_bytes)
+                moved = (yield MoveSlices(True, [slices], min(deadline, expires_at)))[0]
+                self.moved_small(slices.handle)
+                if moved.checksums is not None and moved.now < expires_at:
+                    checksums = [moved.checksums.tobytes()]
+                    ended = m.PutEnd([key], [reserved.object_id], checksums, [], self.tenant)
+                    answer, _ = yield from self._ask(ended, deadline)
+                    outcome = answer.reply.outcomes[0]
+                    return True, outcome if isinstance(outcome, Refusal) else None
+        except BaseException as error:
+            yield from self._abort_after(error, [(key, reserved.object_id)])
+            raise
         grant = put_grant(key, size_bytes, chunk_bytes, reserved, expires_at, handles)
-        yield from self._write_whole([grant], [address], deadline)
-        outcome = (yield from self.end_puts([grant], deadline))[0]
+        outcome = (yield from self._write_and_end([grant], [address], deadline))[0]
         if outcome is None or outcome.code != "peer_lost":
             return True, outcome
         avoid += [target.replica.segment for target in grant.targets]
@@ -461,35 +472,42 @@ class Operations:
     ) -> Operation[list[PutGrant | Refusal | None]]:
         """Reserve space. None: the object exists, and is not to be replaced. Waits for no other writer."""
         outcomes: list[PutGrant | Refusal | None] = []
-        for start in range(0, len(keys), m.MAX_KEYS):
-            part = slice(start, start + m.MAX_KEYS)
-            message = m.PutStart(
-                next(self._put_ids),
-                self._host,
-                list(keys[part]),
-                list(sizes[part]),
-                list(chunk_bytes[part]),
-                list(avoid),
-                policy,
-                list(groups[part]),
-                list(parents[part]),
-                replace,
-                self.tenant,
-                wait_s=self._patience_s if policy.is_durable else 0.0,
-            )
-            answer, first_asked_at = yield from self._ask(message, deadline)
-            # If the message was sent twice, the reservation may stem from the first time.
-            expires_at = first_asked_at + answer.reply.put_s
-            started: m.PutStarted = answer.reply
-            handles = yield from self._open([r for r in started.reserved if r is not None], deadline)
-            for offset, reserved in enumerate(started.reserved):
-                at = start + offset
-                if reserved is None:
-                    outcomes.append(started.refusals.get(offset))
-                    continue
-                outcomes.append(
-                    put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
+        held: list[tuple[ObjectKey, int]] = []
+        try:
+            for start in range(0, len(keys), m.MAX_KEYS):
+                part = slice(start, start + m.MAX_KEYS)
+                message = m.PutStart(
+                    next(self._put_ids),
+                    self._host,
+                    list(keys[part]),
+                    list(sizes[part]),
+                    list(chunk_bytes[part]),
+                    list(avoid),
+                    policy,
+                    list(groups[part]),
+                    list(parents[part]),
+                    replace,
+                    self.tenant,
+                    wait_s=self._patience_s if policy.is_durable else 0.0,
                 )
+                answer, first_asked_at = yield from self._ask(message, deadline)
+                # If the message was sent twice, the reservation may stem from the first time.
+                expires_at = first_asked_at + answer.reply.put_s
+                started: m.PutStarted = answer.reply
+                pairs = zip(keys[part], started.reserved, strict=True)
+                held += [(key, place.object_id) for key, place in pairs if place is not None]
+                handles = yield from self._open([r for r in started.reserved if r is not None], deadline)
+                for offset, reserved in enumerate(started.reserved):
+                    at = start + offset
+                    if reserved is None:
+                        outcomes.append(started.refusals.get(offset))
+                        continue
+                    outcomes.append(
+                        put_grant(keys[at], sizes[at], chunk_bytes[at], reserved, expires_at, handles)
+                    )
+        except BaseException as error:
+            yield from self._abort_after(error, held)
+            raise
         return outcomes
 
     def write_ranges(
@@ -554,14 +572,22 @@ class Operations:
 
     def abort_puts(self, grants: Sequence[PutGrant], deadline: float) -> Operation[None]:
         """Release reservations. Best effort: if the message is lost, they end with their deadline."""
-        for start in range(0, len(grants), m.MAX_KEYS):
-            part = grants[start : start + m.MAX_KEYS]
-            ids = [grant.object_id for grant in part]
-            yield CallMaster(
-                m.PutAbort([grant.key for grant in part], ids, self.tenant), deadline, may_be_late=True
-            )
+        yield from self._abort([(grant.key, grant.object_id) for grant in grants], deadline)
         for grant in grants:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
+
+    def _abort(self, held: Sequence[tuple[ObjectKey, int]], deadline: float) -> Operation[None]:
+        for start in range(0, len(held), m.MAX_KEYS):
+            keys, ids = zip(*held[start : start + m.MAX_KEYS], strict=True)
+            yield CallMaster(m.PutAbort(list(keys), list(ids), self.tenant), deadline, may_be_late=True)
+
+    def _abort_after(self, error: BaseException, held: Sequence[tuple[ObjectKey, int]]) -> Operation[None]:
+        """Release the reservations of a put that has failed with ``error``, without waiting for the answer.
+
+        Otherwise they would keep their keys from other writers, and their space, until their deadline.
+        """
+        if not isinstance(error, GeneratorExit):  # the operation is closed: it can send nothing more
+            yield from self._abort(held, 0.0)
 
     def open_reads(self, keys: Sequence[ObjectKey], deadline: float) -> Operation[list[ReadGrant | None]]:
         """Look objects up and lease them. None: a miss."""
@@ -580,7 +606,7 @@ class Operations:
         found = answer.reply.objects
         handles = yield from self._open([stored for stored in found if stored is not None], deadline)
         return [
-            None if stored is None else self._read_grant(key, stored, expires_at, handles)
+            None if stored is None else read_grant(key, stored, expires_at, handles, self._distance)
             for key, stored in zip(keys, found, strict=True)
         ]
 
@@ -915,31 +941,6 @@ class Operations:
             elif moved.checksums is None:
                 self._lost(places[int(part.grant[0])].replica.segment)
         return list(zip(outcomes, parts, strict=True))
-
-    def _read_grant(
-        self, key: ObjectKey, stored: m.Stored, expires_at: float, handles: dict[str, Any]
-    ) -> ReadGrant | None:
-        """A grant on the reachable replicas, nearest first; None: no replica can be reached."""
-        places = [
-            (one, handle) for one in stored.replicas if (handle := handles.get(one.segment)) is not None
-        ]
-        if not places:
-            return None
-        if len(places) > 1:
-            places.sort(key=lambda place: self._distance(place[0]))
-        replica, handle = places[0]
-        return ReadGrant(
-            key=key,
-            size_bytes=stored.size_bytes,
-            chunk_bytes=stored.chunk_bytes,
-            segment=handle,
-            address=replica.address,
-            checksums=np.frombuffer(stored.checksums, dtype="<u4"),
-            expires_at=expires_at,
-            object_id=stored.object_id,
-            replica=replica,
-            others=places[1:],
-        )
 
     def _prefer_devices(self, grants: Sequence[ReadGrant], columns: SliceColumns) -> None:
         """Read a replica in device memory first where the bytes go to that device; elsewhere memory is."""

@@ -84,6 +84,8 @@ _DEFAULT_SETTINGS = StoreSettings()
 
 _UNCHECKED = np.zeros(0, dtype=np.uint32)
 
+CANCELLED = Status.CANCELLED.name.lower()
+
 MIN_RENEWAL_S = 0.02
 """Shortest time between two renewals of the leases of open views."""
 
@@ -338,12 +340,17 @@ class Store(_StoreBase):
             self._check_usable()
             effect = next(call)
             while True:
-                effect = call.send(self._perform(effect))
+                try:
+                    outcome = self._perform(effect)
+                except BaseException as error:
+                    effect = call.throw(error)  # which unregisters memory, and aborts puts
+                else:
+                    effect = call.send(outcome)
         except StopIteration as stop:
             result: ResultT = stop.value
             return result
         finally:
-            call.close()  # unregisters memory when an effect raised
+            call.close()
 
     def _perform(self, effect: CallEffect) -> Any:
         if isinstance(effect, CallMaster):
@@ -356,7 +363,9 @@ class Store(_StoreBase):
                 return self._unanswered(error, asked_at)
             return MasterReply(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, MoveSlices):
-            return self._move(effect)
+            moved = self._move(effect)
+            again = _cancelled(effect, moved)
+            return moved if again is None else _with_repeated(moved, self._move(again))
         if isinstance(effect, OpenSegment):
             return self._open(effect)
         if isinstance(effect, ReadLocal | WriteLocal):
@@ -507,12 +516,17 @@ class AsyncStore(_StoreBase):
             self._check_usable()
             effect = next(call)
             while True:
-                effect = call.send(await self._perform(effect))
+                try:
+                    outcome = await self._perform(effect)
+                except BaseException as error:
+                    effect = call.throw(error)  # as in the blocking client
+                else:
+                    effect = call.send(outcome)
         except StopIteration as stop:
             result: ResultT = stop.value
             return result
         finally:
-            call.close()  # unregisters memory when an effect raised
+            call.close()
 
     async def _perform(self, effect: CallEffect) -> Any:
         if isinstance(effect, CallMaster):
@@ -525,8 +539,9 @@ class AsyncStore(_StoreBase):
                 return self._unanswered(error, asked_at)
             return MasterReply(reply, None, asked_at, clock.monotonic())
         if isinstance(effect, MoveSlices):
-            op = Op.WRITE if effect.is_write else Op.READ
-            return await _all(self._transfer(op, t, effect.deadline) for t in effect.transfers)
+            moved = await self._move(effect)
+            again = _cancelled(effect, moved)
+            return moved if again is None else _with_repeated(moved, await self._move(again))
         if isinstance(effect, OpenSegment):
             return await asyncio.to_thread(self._open, effect)
         if isinstance(effect, ReadLocal | WriteLocal):
@@ -537,6 +552,10 @@ class AsyncStore(_StoreBase):
             return await _all(map(self._run, effect.operations))
         await asyncio.sleep(effect.seconds_from(clock.monotonic()))
         return None
+
+    async def _move(self, effect: MoveSlices) -> list[SlicesMoved]:
+        op = Op.WRITE if effect.is_write else Op.READ
+        return await _all(self._transfer(op, t, effect.deadline) for t in effect.transfers)
 
     async def _transfer(self, op: Op, t: Slices | OneSlice, deadline: float) -> SlicesMoved:
         now = clock.monotonic()
@@ -551,6 +570,24 @@ class AsyncStore(_StoreBase):
 
 def _of_slices(timeout_s: float, t: Slices | OneSlice) -> float:
     return timeout_s / 2 if t.has_others else timeout_s
+
+
+def _cancelled(effect: MoveSlices, moved: Sequence[SlicesMoved]) -> MoveSlices | None:
+    """Those transfers of ``effect`` that were cancelled, to be made once more; None: there are none.
+
+    Either their peer was given up by another thread, and they fail again, as unreachable; or a thread has
+    unregistered their local memory, which is no fault of the peer: it may be registered for them as well, and
+    else the second attempt raises InvalidArgument.
+    """
+    if all(one.reason != CANCELLED for one in moved):
+        return None
+    transfers = [t for t, one in zip(effect.transfers, moved, strict=True) if one.reason == CANCELLED]
+    return MoveSlices(effect.is_write, transfers, effect.deadline)
+
+
+def _with_repeated(moved: Sequence[SlicesMoved], repeated: Sequence[SlicesMoved]) -> list[SlicesMoved]:
+    again = iter(repeated)
+    return [next(again) if one.reason == CANCELLED else one for one in moved]
 
 
 def _unsent(effect: CallMaster, now: float) -> MasterReply:

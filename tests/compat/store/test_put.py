@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mooncake.compat.store.store import MooncakeDistributedStore
+from mooncake.errors import InvalidArgument
 from mooncake.store import Store
 from mooncake.store.client.grants import PutGrant
 from tests.compat.store.servers import LONG_LEASES, RunningMaster, a_store
@@ -136,3 +138,62 @@ def test_a_key_given_twice_is_put_in_order(store: MooncakeDistributedStore) -> N
     assert store.get("d") == b"one"
     assert store.upsert_batch(["d", "d"], [b"three", b"four"]) == 0
     assert store.get("d") == b"four"
+
+
+SIZE = 3_000_000
+CALLS: dict[str, Callable[[MooncakeDistributedStore, int], object]] = {
+    "put": lambda store, at: store.put_from("put", at, SIZE) or store.get("put") == bytes(SIZE),
+    "small put": lambda store, at: store.put_from("small", at, 9) or store.get("small") == bytes(9),
+    "parts": lambda store, at: store.batch_put_from_multi_buffers(["p"], [[at, at]], [[SIZE, 7]]) == [0],
+    "get": lambda store, at: store.get_into("there", at, SIZE) == SIZE,
+    "small get": lambda store, at: store.get_into("there small", at, SIZE) == 9,
+    "part of it": lambda store, at: (
+        store.get_into_ranges([at], [["there"]], [[[0]]], [[[5]]], [[[9]]]) == [[[9]]]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_not_hurt_by_another_that_unregisters_its_memory(
+    store: MooncakeDistributedStore, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs register the memory of each call around it, in several threads."""
+    assert store.put("there", bytes(SIZE)) == 0 and store.put("there small", bytes(9)) == 0
+    memory = np.zeros(SIZE, dtype=np.uint8)
+    at = memory.ctypes.data
+    session = store._session
+    assert session is not None
+    engine, num_moves = session.engine, 0
+
+    def meddle(method: Callable[..., Any]) -> Callable[..., Any]:
+        def move(*args: Any, **named: Any) -> Any:
+            nonlocal num_moves
+            num_moves += 1
+            if num_moves == 1:
+                assert store.unregister_buffer(at) == 0
+                assert store.register_buffer(at, SIZE) == 0 and store.unregister_buffer(at) == 0
+                assert store.register_buffer(at, SIZE - 1) == 0 and store.unregister_buffer(at) == 0
+            return method(*args, **named)
+
+        return move
+
+    for method in ("run", "run_slice"):
+        monkeypatch.setattr(engine, method, meddle(getattr(engine, method)))
+    assert store.register_buffer(at, SIZE) == 0
+    assert CALLS[name](store, at) == 1
+    assert num_moves > 0 and engine.region_of(at, 9) is None, "it is unregistered after the call"
+    assert store.unregister_buffer(at) == -600
+
+
+def test_a_put_in_parts_that_raises_leaves_its_key_to_others(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise InvalidArgument("local[0]", "memory", "registered memory")
+
+    session = store._session
+    assert session is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(session.engine, "run", fail)
+        assert store.put_parts("raises", b"val", b"ue") == -600
+    assert store.put("raises", b"value") == 0

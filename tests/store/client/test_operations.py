@@ -69,9 +69,12 @@ class World:
         while True:
             try:
                 effect = operation.send(outcome)
+                try:
+                    outcome = self._perform(effect)
+                except Exception as error:
+                    outcome = self._perform(operation.throw(error))
             except StopIteration as stop:
                 return stop.value
-            outcome = self._perform(effect)
 
     def _perform(self, effect: Effect) -> Any:
         if isinstance(effect, CallMaster):
@@ -234,6 +237,32 @@ def test_when_no_node_can_be_reached_the_put_is_refused() -> None:
     assert refusal is not None and refusal.code == "no_space"
     assert world.voice.master.objects.writing == {}
     assert world.get("k0") == [None]
+
+
+@pytest.mark.parametrize("sizes", [[50], [150], [50, 50]], ids=str)
+def test_a_put_that_raises_releases_its_reservations(sizes: list[int]) -> None:
+    """Another put of these keys would be refused until the deadline of the first."""
+
+    def fail(segment: str) -> str:
+        raise InvalidArgument("local[0]", "memory", "registered memory")
+
+    world = World()
+    world.before_move = fail
+    values = [bytes(size) for size in sizes]
+    with pytest.raises(InvalidArgument):
+        world.put(*values)
+    assert world.voice.master.objects.writing == {}
+    world.before_move = lambda segment: ""
+    assert world.put(*values) == [None] * len(values)
+
+
+@pytest.mark.parametrize("num_values", [1, 2])
+def test_a_put_whose_segment_is_not_described_releases_its_reservations(num_values: int) -> None:
+    world = World()
+    world.before_ask = lambda message: PeerLost("gone") if isinstance(message, m.DescribeSegments) else None
+    with pytest.raises(DeadlineExceeded):
+        world.put(*[b"value"] * num_values)
+    assert world.voice.master.objects.writing == {}
 
 
 def test_a_batch_over_two_nodes_moves_concurrently() -> None:

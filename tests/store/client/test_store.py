@@ -371,6 +371,36 @@ def test_an_interrupt_while_transfers_begin_waits_for_those_that_have_begun(
         assert num_ended == 1 and len(queue) == 0
 
 
+@pytest.mark.parametrize("size", [1000, 3 << 20])
+def test_memory_that_is_unregistered_during_a_put_is_no_fault_of_the_node(
+    processes: Processes, store: Store, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The put may go on where the memory is registered for itself, too; else the caller is at fault."""
+    moves: list[str] = []
+
+    def cancelled_once(method: Any) -> Any:
+        def move(*args: Any, **named: Any) -> Any:
+            moves.append(method.__name__)
+            return method(*args, **named) if len(moves) > 1 else Completion(0, Status.CANCELLED)
+
+        return move
+
+    def unregistered(*_: object, **__: object) -> Completion:
+        raise InvalidArgument("local[0]", "memory", "registered memory; call register() first")
+
+    value = np.zeros(size, dtype=np.uint8)
+    with monkeypatch.context() as patched:
+        for method in ("run", "run_slice"):
+            patched.setattr(store.engine, method, cancelled_once(getattr(store.engine, method)))
+        assert store.put("k", value) is None and len(moves) == 2
+        for method in ("run", "run_slice"):
+            patched.setattr(store.engine, method, unregistered)
+        with pytest.raises(InvalidArgument):
+            store.put("l", value)
+    assert store.put("l", value) is None, "the key is free, and the nodes are still used"
+    assert store.operations.counts.failed_transfers == 0
+
+
 async def test_after_the_deadline_nothing_is_moved_or_sent_except_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
