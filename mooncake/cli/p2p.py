@@ -156,7 +156,7 @@ def list_versions(
     with ThreadPoolExecutor(NUM_ASKED_AT_ONCE) as threads:
         while replies:
             for address, reply in replies.items():
-                for info in filter(m.is_valid, reply.versions if isinstance(reply, m.Versions) else ()):
+                for info in m.valid_versions(reply.versions if isinstance(reply, m.Versions) else ()):
                     found.setdefault(info.digest, {})[address] = info
             named = [
                 one for reply in replies.values() if isinstance(reply, m.Versions) for one in reply.peers

@@ -7,6 +7,8 @@ host, so only an administrator's credential may send it, and only folders below 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,8 @@ MAX_LEASE_S = 3600.0
 """Time that a reader may have for a chunk; at least 1."""
 MAX_REQUESTED = 64
 """Candidates in one request for a chunk."""
+MAX_DELTAS = 16
+"""Deltas of one version that are believed to exist."""
 
 
 class DeltaInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -211,8 +215,18 @@ _TABLE: dict[type, frozenset[str]] = {
 ACCESS = Access(_TABLE)
 
 
-def is_valid(info: VersionInfo) -> bool:
-    """Whether what a peer says of a version may be used and shown."""
+def valid_versions(versions: Iterable[VersionInfo]) -> Iterator[VersionInfo]:
+    """Those of a peer's versions, and of their deltas, that may be used, shown and announced to others."""
+    for info in filter(_is_valid, versions):
+        deltas = [
+            delta
+            for delta in info.deltas
+            if is_digest(delta.base) and is_digest(delta.digest) and 0 <= delta.size_bytes < 1 << 62
+        ]
+        yield msgspec.structs.replace(info, deltas=deltas[:MAX_DELTAS])
+
+
+def _is_valid(info: VersionInfo) -> bool:
     is_counted = 0 <= info.num_have <= info.num_chunks <= MAX_CHUNKS and 0 < info.number < 1 << 62
     return is_version_name(info.name) and is_digest(info.digest) and info.size_bytes >= 0 and is_counted
 

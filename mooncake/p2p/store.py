@@ -54,8 +54,8 @@ from mooncake.p2p.content import BufferContent, Content, FolderContent, file_sta
 from mooncake.p2p.delta import apply_delta
 from mooncake.p2p.download import DownloadLimits
 from mooncake.p2p.held_version import HeldVersion
-from mooncake.p2p.manifest import Manifest, check_version_name, is_digest, next_version_number
-from mooncake.p2p.messages import DeltaInfo, LoadProgress, VersionInfo, is_valid
+from mooncake.p2p.manifest import Manifest, check_version_name, next_version_number
+from mooncake.p2p.messages import DeltaInfo, LoadProgress, VersionInfo, valid_versions
 from mooncake.p2p.partial_folder import PartialFolder
 from mooncake.p2p.peer_link import PeerDirectory, PeerLinks, fetch_manifest
 from mooncake.p2p.settings import P2pSettings
@@ -80,8 +80,6 @@ LEAVE_S = 1.0
 MAX_REQUEST_BYTES = 1 << 20
 """Requests are small; only replies have manifests."""
 MAX_WATCH_S = 60.0
-MAX_DELTAS = 16
-"""Deltas of one version that are believed to exist."""
 MAX_BASES = 2
 """Earlier versions that a new one gets a delta from."""
 DELTA_S = 10.0
@@ -470,10 +468,10 @@ class P2PStore:
             replies = await asyncio.gather(*(self._ask_peer(one, prefix, is_exact) for one in addresses))
             for address, reply in zip(addresses, replies, strict=True):
                 if reply is not None:
-                    found += [(info, address) for info in reply.versions[: m.MAX_LISTED]]
+                    found += [(info, address) for info in valid_versions(reply.versions[: m.MAX_LISTED])]
                     for other in reply.peers[: m.MAX_NAMED_PEERS]:
                         self.peers.add(other, clock.monotonic())
-        return own + [one for one in found if _matches(one[0].name, prefix, is_exact) and is_valid(one[0])]
+        return own + [one for one in found if _matches(one[0].name, prefix, is_exact)]
 
     async def _ask_peer(self, address: str, prefix: str, is_exact: bool) -> m.Versions | None:
         try:
@@ -504,7 +502,7 @@ class P2PStore:
         holders: dict[str, dict[str, None]] = {}
         for info, address in listed:
             if digest in ("", info.digest) and number in (0, info.number):
-                for one in (info.digest, *(delta.digest for delta in info.deltas[:MAX_DELTAS])):
+                for one in (info.digest, *(delta.digest for delta in info.deltas)):
                     holders.setdefault(one, {})[address] = None
                 before = found.get(info.digest)
                 deltas = {one.digest: one for one in (*(before.deltas if before else ()), *info.deltas)}
@@ -515,7 +513,7 @@ class P2PStore:
                     info.size_bytes,
                     info.num_chunks,
                     max(info.num_have, before.num_have if before else 0),
-                    list(deltas.values())[:MAX_DELTAS],
+                    list(deltas.values())[: m.MAX_DELTAS],
                 )
         self._holders = holders
         if not found:
@@ -818,7 +816,6 @@ class P2PStore:
             if one.base in here
             and here[one.base].is_complete
             and 0 < one.size_bytes <= missing * MAX_DELTA_SHARE
-            and is_digest(one.digest)
         ]
         if not usable:
             return

@@ -41,7 +41,7 @@ def test_every_message_can_be_decoded_among_the_others() -> None:
 
 def test_what_a_peer_says_of_versions_is_checked() -> None:
     good = m.VersionInfo("m", 1, "a" * 64, 10, 2, 1)
-    assert m.is_valid(good)
+    assert list(m.valid_versions([good])) == [good]
     for name, number, digest, size, chunks, have in (
         ("\x1b[2J", 1, "a" * 64, 10, 2, 1),
         ("m", 0, "a" * 64, 10, 2, 1),
@@ -51,4 +51,16 @@ def test_what_a_peer_says_of_versions_is_checked() -> None:
         ("m", 1, "a" * 64, 10, 1 << 40, 1),
         ("m", 1, "a" * 64, 10, 2, 3),
     ):
-        assert not m.is_valid(m.VersionInfo(name, number, digest, size, chunks, have))
+        assert not list(m.valid_versions([m.VersionInfo(name, number, digest, size, chunks, have)]))
+
+
+def test_what_a_peer_says_of_deltas_is_checked() -> None:
+    """It is announced to others, so that no peer lets another one announce text without limit."""
+    good = m.DeltaInfo("b" * 64, "c" * 64, 5)
+    wrong = [
+        m.DeltaInfo("\x1b[31m" + "x" * 59, "c" * 64, 5),
+        m.DeltaInfo("b" * 64, "c" * (1 << 20), 5),
+        m.DeltaInfo("b" * 64, "c" * 64, -1),
+    ]
+    [info] = m.valid_versions([m.VersionInfo("m", 1, "a" * 64, 10, 2, 1, [*wrong, *[good] * 100])])
+    assert info.deltas == [good] * m.MAX_DELTAS
