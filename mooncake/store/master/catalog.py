@@ -7,7 +7,10 @@ has run out. These rules are written here once; the parts decide which requests 
 
 The space of a removed replica *rests* (is quarantined): until the leases that existed then have ended
 (and views that are kept open are no longer renewed), until no writer can still be writing it, and until
-no task reads it.
+no task reads it. Until then it counts in the account of the object's tenant: otherwise a tenant with a small
+quota could take the whole pool by puts that it aborts. Two kinds count in no account. What rests on a segment
+that is being drained is space that no put gets again. And a successor holds more space than its predecessor
+did, as it knows neither leases nor whose promised space is; a failover must not exhaust quotas.
 """
 
 from __future__ import annotations
@@ -288,9 +291,10 @@ class Catalog:
         """Put-start of a tenant's objects of one size, each at one of these offsets: as ``begin`` for each,
         with one record and one timer for all."""
         held_until, row = write_until + self.settings.grace_s, list[StoredObject]()
+        is_charged = segment.tier is Tier.MEMORY
         for key, put_id, offset in zip(keys, put_ids, offsets, strict=True):
             extent = Extent(segment, offset)
-            extent.held_until = held_until
+            extent.held_until, extent.is_charged = held_until, is_charged
             stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, [extent], write_until)
             stored.account = account
             row.append(stored)
@@ -605,8 +609,10 @@ class Catalog:
 
     def _rest(self, stored: StoredObject, extent: Extent, leased_until: float, now: float) -> int:
         """Release the space of a removed replica, now or when the last promise about it has run out."""
-        self.tenants.discharge(stored, extent)
-        if not extent.segment.is_mounted:
+        segment = extent.segment
+        if self.is_replaying or segment.is_draining or not segment.is_mounted:
+            self.tenants.discharge(stored, extent)
+        if not segment.is_mounted:
             return 0
         extent.release_at = max(extent.held_until, leased_until)
         extent.is_resting = True
@@ -680,6 +686,7 @@ class Catalog:
 
     def _release(self, stored: StoredObject, extent: Extent) -> int:
         stored.resting.remove(extent)
+        self.tenants.discharge(stored, extent)
         del extent.segment.holders[extent.offset]
         return extent.segment.allocator.free(extent.offset)
 
@@ -697,7 +704,9 @@ class Catalog:
         self.records.append(SegmentGone(segment.name, segment.epoch))
         lost, segment.expected = segment.expected, []
         for stored in list(segment.holders.values()):
-            stored.resting = [extent for extent in stored.resting if extent.segment is not segment]
+            for resting in [one for one in stored.resting if one.segment is segment]:
+                stored.resting.remove(resting)
+                self.tenants.discharge(stored, resting)
             extent = stored.on(segment)
             if extent is None:
                 continue
@@ -798,12 +807,17 @@ class Catalog:
     def story(self, key: str) -> list[str]:
         return [f"{at:.6f} {what.format(*of)}" for at, what, of in self._lines.get(key, ())]
 
+    def _holders(self) -> list[StoredObject]:
+        """All objects that have space, or whose space rests."""
+        held = [one for segment in self.segments.mounted.values() for one in segment.holders.values()]
+        return list({id(stored): stored for stored in held}.values())
+
     def check(self) -> None:
         self.segments.check()
         self.objects.check()
         assert not self.tombstones.keys() & self.objects.readable.keys(), "a readable key has no tombstone"
         self.eviction.check(self.objects.readable)
-        self.tenants.check([*self.objects.readable.values(), *self.objects.writing.values()])
+        self.tenants.check(self._holders())
         timed = {
             (id(stored), id(extent))
             for _, _, of, extent in self._timers

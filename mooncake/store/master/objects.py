@@ -48,6 +48,7 @@ class Extent:
 
     __slots__ = (
         "held_until",
+        "is_charged",
         "is_complete",
         "is_requested",
         "is_resting",
@@ -67,6 +68,8 @@ class Extent:
         self.held_until = 0.0
         """The space is not reused before, whatever becomes of the object: a writer may still write it, or a
         task read it."""
+        self.is_charged = False
+        """Its bytes count in the account of its object's tenant."""
         self.is_requested = False
         """A user or an operator wants it here; not known of an earlier master's replicas."""
         self.is_resting = False

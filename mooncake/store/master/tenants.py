@@ -2,8 +2,9 @@
 """Accounts of tenants: how many bytes of memory each uses, and its quota.
 
 An account counts the memory of its tenant's objects, written or being written, once for each
-replica. SSD is not counted: a demoted object has left the quota. An object's scoped key names its
-tenant (``objects.py``). ``placement.py`` decides what follows from a full account.
+replica, and that of removed ones until it is released (``catalog.py``). SSD is not counted: a demoted
+object has left the quota. An object's scoped key names its tenant (``objects.py``). ``placement.py``
+decides what follows from a full account.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Generator, Iterable
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
 from mooncake.store.master.log_records import QuotaSet, Record
-from mooncake.store.master.objects import Extent, StoredObject, is_name, scoped, split_scoped
+from mooncake.store.master.objects import Extent, ObjectState, StoredObject, is_name, scoped, split_scoped
 from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
@@ -118,23 +119,28 @@ class Tenants:
         if stored.account is None:
             stored.account = self.account_of(stored.key)
         if extent.segment.tier is Tier.MEMORY:
+            extent.is_charged = True
             stored.account.used_bytes += stored.size_bytes
 
     def charge_row(self, account: Account, segment: Segment, num_bytes: int) -> None:
-        """``charge`` for objects on ``segment`` that name their ``account``: of so many bytes together."""
+        """``charge`` for objects on ``segment`` of so many bytes together. They name their ``account``, and
+        their extents that they are charged."""
         if segment.tier is Tier.MEMORY:
             account.used_bytes += num_bytes
 
     def discharge(self, stored: StoredObject, extent: Extent) -> None:
-        if extent.segment.tier is Tier.MEMORY:
+        """Take the extent out of its tenant's account, if it is there."""
+        if extent.is_charged:
+            extent.is_charged = False
             stored.account.used_bytes -= stored.size_bytes
-        self.tidy(stored.account)
+            self.tidy(stored.account)
 
     def shown(self, stored: StoredObject) -> None:
         stored.account.shown(stored)
 
     def hidden(self, stored: StoredObject) -> None:
         stored.account.num_objects -= 1
+        self.tidy(stored.account)
 
     def tidy(self, account: Account) -> None:
         """Remove an account without objects and quota."""
@@ -158,8 +164,12 @@ class Tenants:
         used: dict[str, int] = {}
         num_objects: dict[str, int] = {}
         for stored in objects:
+            extents = [extent for extent in (*stored.extents, *stored.resting) if extent.is_charged]
+            memory = [extent for extent in stored.extents if extent.segment.tier is Tier.MEMORY]
+            assert [extent for extent in extents if not extent.is_resting] == memory, stored
+            if not extents and stored.state is ObjectState.UNLINKED:
+                continue
             assert self.accounts[split_scoped(stored.key)[0]] is stored.account, stored
-            extents = [extent for extent in stored.extents if extent.segment.tier is Tier.MEMORY]
             tenant = stored.account.tenant
             used[tenant] = used.get(tenant, 0) + stored.size_bytes * len(extents)
             num_objects[tenant] = num_objects.get(tenant, 0) + stored.is_readable

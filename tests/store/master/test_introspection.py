@@ -159,6 +159,8 @@ def test_memory_is_counted_for_each_replica(voice: Voice) -> None:
     voice.say(m.Remove(["k"], False, "red"))
     assert quotas(voice) == {"red": (None, 1000, 0)}
     voice.keep_alive(30, "a", "b")
+    assert quotas(voice) == {"red": (None, 1000, 0)}, "its writer may still be writing"
+    voice.keep_alive(5, "a", "b")
     assert quotas(voice) == {}
 
 

@@ -8,10 +8,13 @@ import dataclasses
 import pytest
 
 from mooncake.store import messages as m
+from mooncake.store.master.master import Master
 from mooncake.store.master.placement import SegmentPlacement
 from mooncake.store.master.segments import LOST, Segment, Segments
+from mooncake.store.master.snapshot import Snapshot
 from mooncake.store.messages import Mount, PutPolicy
-from tests.store.conftest import SETTINGS, Voice
+from tests.store.conftest import GRACE_S, LEASE_S, PUT_S, SETTINGS, Voice, follower
+from tests.store.nodes import Nodes, Place
 
 KIB = 1024
 
@@ -197,6 +200,79 @@ def test_a_second_replica_stays_within_the_quota(voice: Voice) -> None:
     voice.say(m.SetQuota("red", 3 * KIB))
     (place,) = voice.put("k", size_bytes=2 * KIB, tenant="red", policy=m.PutPolicy(num_replicas=2))
     assert len(place.replicas) == 1
+
+
+def used_bytes(master: Master) -> int:
+    account = master.catalog.tenants.accounts.get("red")
+    return 0 if account is None else account.used_bytes
+
+
+def test_aborted_puts_count_until_their_space_is_released(voice: Voice) -> None:
+    """Otherwise a tenant with a small quota could take the whole pool, and have others' objects evicted."""
+    voice.mount("a", 64 * KIB)
+    voice.say(m.SetQuota("red", 3 * KIB))
+    for key in "abc":
+        place = voice.start(key, size_bytes=KIB, tenant="red").reserved[0]
+        assert place is not None
+        assert voice.say(m.PutAbort([key], [place.object_id], "red")).outcomes == [True]
+    assert "3072 of 3072 bytes are used" in refusal(voice, "d", size_bytes=KIB, tenant="red")
+    voice.keep_alive(PUT_S + GRACE_S)
+    voice.put("d", size_bytes=KIB, tenant="red")
+
+
+def test_leased_objects_that_were_removed_count_until_their_leases_end(voice: Voice) -> None:
+    voice.mount("a", 64 * KIB)
+    voice.say(m.SetQuota("red", KIB))
+    voice.put("k", size_bytes=KIB, tenant="red")
+    voice.find("k", "red")
+    assert voice.say(m.Remove(["k"], True, "red")).outcomes == [True]
+    assert "1024 of 1024 bytes are used" in refusal(voice, "k", size_bytes=KIB, tenant="red")
+    voice.keep_alive(LEASE_S)
+    voice.put("k", size_bytes=KIB, tenant="red")
+
+
+def test_what_rests_on_a_segment_that_is_gone_counts_no_longer(voice: Voice) -> None:
+    voice.mount("a", 64 * KIB)
+    voice.put("k", "l", tenant="red")
+    voice.find("k", "red")
+    voice.say(m.Remove(["k", "l"], True, "red"))
+    assert used_bytes(voice.master) == 1000
+    voice.say(m.Unmount("a", 7), "node a")
+    assert voice.master.catalog.tenants.accounts.keys() <= {""}
+
+
+def test_a_successor_counts_only_what_is_there(voice: Voice) -> None:
+    """To it, everything that was removed lately may be leased: so much that no put would be granted."""
+    voice.mount("a", 64 * KIB)
+    voice.say(m.SetQuota("red", 3 * KIB))
+    for number in range(8):
+        voice.put(f"k{number}", size_bytes=KIB, tenant="red")
+    voice.find("k7", "red")
+    voice.say(m.Remove(["k7"], True, "red"))
+    place = voice.start("l", size_bytes=512, tenant="red").reserved[0]
+    assert place is not None and used_bytes(voice.master) == 2 * KIB + 512
+    other = follower(voice.records)
+    assert other.segments.mounted["a"].allocator.allocated_bytes == 2 * KIB + 512
+    assert used_bytes(other) == KIB
+    successor = Voice(SETTINGS)
+    snapshot = Snapshot(voice.master.catalog)
+    while not snapshot.is_over:
+        successor.master.apply(snapshot.piece(), 0.0)
+        successor.master.check()
+    assert used_bytes(successor.master) == KIB
+    successor.wait(100.0)
+    assert used_bytes(successor.master) == 0
+
+
+def test_what_a_drain_leaves_behind_counts_no_longer() -> None:
+    nodes = Nodes(SETTINGS)
+    _, b = Place(nodes, "a"), Place(nodes, "b")
+    nodes.put("k", tenant="red", host="a")
+    nodes.find("k", "red")
+    nodes.say(m.DrainSegments(["a"], []))
+    b.work()
+    assert nodes.allocated_bytes == 2048, "a reader may have the old one"
+    assert used_bytes(nodes.master) == 1000
 
 
 @pytest.mark.parametrize("watermark", [0.5, 0.8])
