@@ -99,3 +99,8 @@ def test_every_script_is_a_program_that_its_shell_can_read(script: str) -> None:
     shell = "bash" if "bash" in path.read_text().splitlines()[0] else "sh"
     done = subprocess.run([shell, "-n", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").iterdir()))
+def test_every_script_runs_in_the_environment_that_venv_names(script: str) -> None:
+    assert ".venv/bin" not in (ROOT / "scripts" / script).read_text(), "${VENV:-.venv}/bin is meant"
