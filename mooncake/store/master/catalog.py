@@ -48,7 +48,7 @@ from mooncake.store.master.log_records import (
     SegmentMounted,
     SpaceHeld,
 )
-from mooncake.store.master.objects import Extent, Objects, ObjectState, StoredObject, split_scoped
+from mooncake.store.master.objects import Extent, Group, Objects, ObjectState, StoredObject, split_scoped
 from mooncake.store.master.segments import Segment, Segments
 from mooncake.store.master.tenants import Account, Tenants
 from mooncake.store.messages import Mount
@@ -350,7 +350,7 @@ class Catalog:
         if was_readable:
             self.tenants.hidden(stored)
             self.eviction.unlinked(stored)
-            if joint is not None and stored.is_hard_pinned:
+            if joint is not None and stored.is_hard_pinned and not joint.num_hard_pinned:
                 self.eviction.regrouped(joint, now)
             if is_recorded:
                 self.records.append(ObjectGone(stored.key, stored.object_id))
@@ -559,13 +559,30 @@ class Catalog:
 
     def pin(self, stored: StoredObject, *, is_hard: bool, soft_until: float, now: float) -> None:
         """Pin or unpin the object; ``soft_until`` 0 means no soft pin."""
-        if stored.is_hard_pinned is not is_hard:
-            self.records.append(ObjectPinned(stored.key, stored.object_id, is_hard))
-        stored.is_hard_pinned = is_hard
-        stored.soft_pin_until = soft_until
-        if stored.joint is not None:
-            stored.joint.repin()
-        self.eviction.repinned(stored, now)
+        self.pin_all([stored], is_hard=is_hard, soft_until=soft_until, now=now)
+
+    def pin_all(self, objects: list[StoredObject], *, is_hard: bool, soft_until: float, now: float) -> None:
+        """The same for many objects: a group is visited once, and only if its own pins have changed."""
+        groups: dict[str, tuple[Group, bool, float]] = {}
+        """With each group's pins before."""
+        shorter: dict[str, Group] = {}
+        for stored in objects:
+            group = stored.joint
+            if stored.is_hard_pinned is not is_hard:
+                self.records.append(ObjectPinned(stored.key, stored.object_id, is_hard))
+            if group is None:
+                stored.is_hard_pinned, stored.soft_pin_until = is_hard, soft_until
+                self.eviction.changed(stored, now)
+                continue
+            groups.setdefault(group.name, (group, bool(group.num_hard_pinned), group.soft_pin_until))
+            if group.pin(stored, is_hard=is_hard, soft_until=soft_until):
+                shorter[group.name] = group
+        for group in shorter.values():
+            group.shorten()
+        for group, was_hard, was_until in groups.values():
+            # Members whose soft pin has become longer are entered anew when they surface.
+            if bool(group.num_hard_pinned) is not was_hard or group.soft_pin_until < was_until:
+                self.eviction.regrouped(group, now)
 
     def renew(self, stored: StoredObject, lease_until: float) -> None:
         """Renew a reader's lease, which may be on a replica that was removed."""

@@ -115,15 +115,9 @@ class Eviction:
             if extent.is_complete:
                 self._enter(stored, extent, now)
 
-    def repinned(self, stored: StoredObject, now: float) -> None:
-        """Update the entries after its pins, or its group's, have changed."""
-        if stored.joint is None:
-            self.changed(stored, now)
-        else:
-            self.regrouped(stored.joint, now)
-
     def regrouped(self, group: Group, now: float) -> None:
-        """Update a group that was pinned hard or unpinned. (Soft pins are checked when a member surfaces.)"""
+        """Update a group that was pinned hard or unpinned, or whose soft pin has become shorter. (That one
+        has become longer is noticed when a member surfaces.)"""
         for member in group.members.values():
             self.changed(member, now)
 

@@ -110,13 +110,11 @@ class LookupRequests:
         if ttl_s is not None and not ttl_s >= 0:
             return Failure("invalid_argument", f"pin: ttl_s {ttl_s}; at least 0")
         soft_until = now + min(ttl_s, self._catalog.settings.max_pin_s) if ttl_s else 0.0
-        outcomes: list[bool | Refusal] = []
-        for key in scoped_all(message.tenant, message.keys):
-            stored = self._catalog.objects.readable.get(key)
-            if stored is not None:
-                self._catalog.pin(stored, is_hard=ttl_s is None, soft_until=soft_until, now=now)
-            outcomes.append(stored is not None)
-        return m.Outcomes(outcomes)
+        readable = self._catalog.objects.readable
+        found = [readable.get(key) for key in scoped_all(message.tenant, message.keys)]
+        there = [stored for stored in found if stored is not None]
+        self._catalog.pin_all(there, is_hard=ttl_s is None, soft_until=soft_until, now=now)
+        return m.Outcomes([stored is not None for stored in found])
 
 
 def _keeps(stored: StoredObject, replica: m.Replica) -> bool:

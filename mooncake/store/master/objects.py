@@ -112,9 +112,16 @@ class Group:
         self.num_hard_pinned -= stored.is_hard_pinned
         stored.joint = None
 
-    def repin(self) -> None:
-        """Update the group after a member's pins have changed."""
-        self.num_hard_pinned = sum(member.is_hard_pinned for member in self.members.values())
+    def pin(self, stored: StoredObject, *, is_hard: bool, soft_until: float) -> bool:
+        """Set a member's pins. Returns whether ``soft_pin_until`` may be too late now (``shorten``)."""
+        is_last = soft_until < stored.soft_pin_until == self.soft_pin_until
+        self.num_hard_pinned += is_hard - stored.is_hard_pinned
+        self.soft_pin_until = max(self.soft_pin_until, soft_until)
+        stored.is_hard_pinned, stored.soft_pin_until = is_hard, soft_until
+        return is_last
+
+    def shorten(self) -> None:
+        """Correct ``soft_pin_until`` after members' pins have become shorter."""
         self.soft_pin_until = max(member.soft_pin_until for member in self.members.values())
 
 

@@ -155,10 +155,10 @@ def test_a_pin_that_ended_or_was_taken_away_protects_no_longer() -> None:
     b = table.put("b", 1.0, is_hard=True)
     table.put("c", 2.0)
     a.soft_pin_until = 0.0
-    table.eviction.repinned(a, 3.0)
+    table.eviction.changed(a, 3.0)
     assert table.evict(3.0) == "AC"
     b.is_hard_pinned = False
-    table.eviction.repinned(b, 4.0)
+    table.eviction.changed(b, 4.0)
     assert table.evict(4.0) == "B"
 
 
@@ -169,12 +169,12 @@ def test_a_leased_or_pinned_member_protects_its_group() -> None:
     assert one.joint is not None
     one.joint.lease_until = 10.0
     assert table.evict(5.0) == "C"
-    one.is_hard_pinned = True
-    one.joint.repin()
-    table.eviction.repinned(one, 5.0)
+    group = one.joint
+    group.pin(one, is_hard=True, soft_until=0.0)
+    table.eviction.regrouped(group, 5.0)
     assert table.evict(20.0) == ""
     table.remove(one)
-    table.eviction.repinned(table.objects.readable["b"], 20.0)
+    table.eviction.regrouped(group, 20.0)
     assert table.evict(20.0) == "B"
 
 

@@ -7,6 +7,7 @@ from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog_events import ColdHit
 from mooncake.store.master.effects import Received, Reply
+from mooncake.store.master.objects import StoredObject
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, Voice
@@ -194,6 +195,50 @@ def test_one_pinned_member_protects_its_group(voice: Voice) -> None:
     voice.put("e")
     voice.put("f")
     assert voice.there("abdef") == "def"
+
+
+def test_a_group_is_visited_once_for_each_change_of_its_pins(
+    voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each member, a request for all of a large group would take many seconds."""
+    keys = [f"k{number}" for number in range(50)]
+    voice.mount(size_bytes=1 << 20)
+    voice.put(*keys, group="g")
+    eviction, visited = voice.master.catalog.eviction, list[str]()
+    changed = eviction.changed
+
+    def counted(stored: StoredObject, now: float) -> None:
+        visited.append(stored.key)
+        changed(stored, now)
+
+    monkeypatch.setattr(eviction, "changed", counted)
+    group = voice.master.objects.groups["g"]
+    for ttl_s, num_visits, pins in (
+        (60.0, 0, (0, 60.0)),  # noticed when a member surfaces
+        (60.0, 0, (0, 60.0)),
+        (30.0, 50, (0, 30.0)),
+        (0.0, 50, (0, 0.0)),
+        (None, 50, (50, 0.0)),
+        (None, 0, (50, 0.0)),
+    ):
+        visited.clear()
+        voice.say(m.Pin(keys, ttl_s))
+        assert (len(visited), (group.num_hard_pinned, group.soft_pin_until)) == (num_visits, pins), ttl_s
+    visited.clear()
+    voice.say(m.Pin(keys[:20], 0.0))
+    voice.say(m.Remove(keys[20:], True))
+    assert len(visited) == 20, "the others could leave only when the last pinned one had left"
+
+
+def test_a_group_is_pinned_as_long_as_the_longest_pin_of_its_members(voice: Voice) -> None:
+    voice.mount()
+    voice.put("a", "b", group="g")
+    group = voice.master.objects.groups["g"]
+    for keys, ttl_s, expected in (("a", 50.0, 50.0), ("b", 20.0, 50.0), ("b", 0.0, 50.0), ("b", 20.0, 50.0)):
+        voice.say(m.Pin(list(keys), ttl_s))
+        assert group.soft_pin_until == expected
+    voice.say(m.Pin(["a"], 10.0))
+    assert group.soft_pin_until == 20.0, "the other member's"
 
 
 def test_bad_pins(voice: Voice) -> None:

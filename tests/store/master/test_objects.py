@@ -82,8 +82,7 @@ def test_one_lease_protects_the_group() -> None:
     assert one.joint is group and other.joint is group and not one.is_plain and alone.is_plain
     group.lease_until = 5.0
     assert one.leased_until == other.leased_until == 5.0 and alone.leased_until == 0.0
-    other.is_hard_pinned = True
-    group.repin()
+    group.pin(other, is_hard=True, soft_until=0.0)
     assert [stored.may_be_evicted for stored in (one, other, alone)] == [False, False, True]
     table.unlink(other)
     assert group.members == {"a": one} and group.num_hard_pinned == 0
