@@ -191,7 +191,7 @@ def _service(settings: DeploySettings, name: str, program: Program, needs: Seque
             "retries": 6,
             "start_period": "600s" if program.computes else "60s",
         },
-        "stop_grace_period": "60s",
+        "stop_grace_period": "120s" if program.role == "gateway" else "60s",
         **_hardened(),
     }
     if needs:

@@ -293,6 +293,8 @@ def gateway(settings: DeploySettings, place: Addresses, engine: str) -> Program:
     command += ["--conductor", place.conductor, "--master", place.masters]
     command += ["--api-keys-file", CLIENTS_FILE]
     command += ["--protocol", "pool" if engine == "vllm" else "workers"]
+    # Within the 120 s that its container has to stop, of which the pod waits 5 s first.
+    command += ["--drain-s", "100"]
     for flag, instances in (("--prefill", place.prefill), ("--decode", place.decode)):
         for instance in instances:
             command += [flag, instance]

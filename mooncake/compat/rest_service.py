@@ -130,6 +130,8 @@ class MooncakeStoreService:
         self.mounted_segment_ids: list[str] = []
         """Ids of the segments that ``reconfigure`` has mounted."""
         self.last_mount_info: dict[str, Any] = {}
+        self._last_id = ""
+        """Id of the segment that ``last_mount_info`` describes."""
         """Path, size, offset, protocol and location of the last one."""
         self._state_lock = asyncio.Lock()
 
@@ -398,7 +400,10 @@ class MooncakeStoreService:
 
     @_answered
     async def handle_reconfigure(self, request: web.Request) -> web.Response:
-        """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``."""
+        """Mount a shared segment for ``decode``, before the last one is unmounted; none for ``prefill``.
+
+        The same segment again stays mounted: its objects would be lost, and no memory is mounted twice.
+        """
         body = await _body(request)
         mode = _text("mode", body.get("mode", "")).lower()
         if mode not in ("decode", "prefill"):
@@ -407,7 +412,11 @@ class MooncakeStoreService:
         segment = _shared_segment(body, "path", self.config.protocol) if mode == "decode" else None
         async with self._state_lock:
             before, fresh = list(self.mounted_segment_ids), list[str]()
-            if segment is not None:
+            is_mounted = self._last_id in before and self.store._has_segment(self._last_id)
+            if segment is not None and is_mounted and segment == self.last_mount_info:
+                before.remove(self._last_id)
+                fresh = [self._last_id]
+            elif segment is not None:
                 outcome = await self._mount_shared(segment)
                 if outcome["ret"] != 0:
                     why = f"Mount failed ({outcome['ret']}); keeping previous {self.current_mode} segments"
@@ -419,6 +428,7 @@ class MooncakeStoreService:
             self._forget(gone)  # they are unmounted already, in another way or with their store
             if fresh:
                 self.current_mode, self.last_mount_info = "decode", dict(segment or {})
+                self._last_id = fresh[0]
             left = list(self.mounted_segment_ids)
         if left and not fresh:
             return _error("Unmount failed", 500, failed_segment_ids=left, segment_ids=[])

@@ -274,6 +274,21 @@ def test_a_withdrawn_key_reaches_a_gateway_that_runs(tmp_path: Path) -> None:
         for old, new in replaced.items():
             words = [word.replace(old, new) for word in words]
         return words
+def test_a_gateway_that_stops_has_time_to_end_its_answers(rendered: Path) -> None:
+    service = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]["gateway"]
+    lives = [(service["command"], float(service["stop_grace_period"].removesuffix("s")))]
+    for overlay in sorted((rendered / "kubernetes" / "overlays").iterdir()):
+        for template in pods(kustomize.build(overlay)):
+            for one in template["spec"]["containers"]:
+                if one["name"] == "gateway":
+                    waits_s = float(one["lifecycle"]["preStop"]["exec"]["command"][1])
+                    lives.append((one["args"], template["spec"]["terminationGracePeriodSeconds"] - waits_s))
+    assert len(lives) >= 4
+    for words, grace_s in lives:
+        drain_s = float(words[words.index("--drain-s") + 1])
+        assert 60 <= drain_s <= grace_s - 10, "what still runs then has to be cut and to be recorded"
+
+
 
     given.write_text("first")
     subprocess.run(here(once["command"]), check=True, timeout=60)

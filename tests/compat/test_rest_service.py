@@ -410,7 +410,7 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     decode = {"mode": "decode", "path": "/dev/shm/kv", "size": 4096}
     assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-1"]
     assert not rest.store.unmounted
-    again = await rest.ask("POST", "/api/reconfigure", {**decode, "mode": "Decode"})
+    again = await rest.ask("POST", "/api/reconfigure", {**decode, "mode": "Decode", "path": "other"})
     assert again[1]["segment_ids"] == ["id-2"]
     assert rest.store.unmounted == [("id-1", 0)]
     rest.store.code = -1
@@ -418,7 +418,7 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     assert (status, answer["mode"]) == (500, "decode") and "keeping previous" in answer["error"]
     assert rest.store.unmounted == [("id-1", 0)] and rest.service.mounted_segment_ids == ["id-2"]
     rest.store.code = 0
-    assert (rest.service.current_mode, rest.service.last_mount_info["path"]) == ("decode", "/dev/shm/kv")
+    assert (rest.service.current_mode, rest.service.last_mount_info["path"]) == ("decode", "/dev/shm/other")
     (mounted,) = rest.service.mounted_segment_ids
     rest.store.stuck = [mounted]
     status, answer = await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"})
@@ -431,6 +431,21 @@ async def test_reconfigure_mounts_the_new_segment_first(rest: RunningService) ->
     assert rest.service.mounted_segment_ids == []
 
 
+async def test_reconfigure_with_the_segment_that_is_mounted_changes_nothing(rest: RunningService) -> None:
+    """Mounted a second time, it would write over its own objects."""
+    decode = {"mode": "decode", "path": "/dev/shm/kv", "size": 4096}
+    for body in (decode, {**decode, "path": "kv", "grace_period_seconds": 6}):
+        status, answer = await rest.ask("POST", "/api/reconfigure", body)
+        assert (status, answer["segment_ids"]) == (200, ["id-1"])
+    assert len(rest.store.mounted) == 1 and not rest.store.unmounted
+    rest.store.stuck = ["id-1"]
+    status, answer = await rest.ask("POST", "/api/reconfigure", {**decode, "size": 8192})
+    assert (status, answer["segment_ids"]) == (200, ["id-2", "id-1"])
+    rest.store.stuck = []
+    status, answer = await rest.ask("POST", "/api/reconfigure", {**decode, "size": 8192})
+    assert (status, answer["segment_ids"]) == (200, ["id-2"]), "the earlier one is unmounted this time"
+
+
 async def test_reconfigure_after_its_segment_was_unmounted(rest: RunningService) -> None:
     decode = {"mode": "decode", "path": "/dev/shm/kv", "size": 4096}
     assert (await rest.ask("POST", "/api/reconfigure", decode))[1]["segment_ids"] == ["id-1"]
@@ -441,9 +456,13 @@ async def test_reconfigure_after_its_segment_was_unmounted(rest: RunningService)
     status, answer = await rest.ask("POST", "/api/reconfigure", decode)
     assert (status, answer["segment_ids"]) == (200, ["id-3"]), "what is gone needs no unmount"
     rest.store.stuck, rest.store.gone = ["id-3"], []
+    decode["path"] = "other"
     status, answer = await rest.ask("POST", "/api/reconfigure", decode)
     assert (status, answer["segment_ids"]) == (200, ["id-4", "id-3"]), "the new one is mounted"
     assert rest.service.mounted_segment_ids == ["id-4", "id-3"]
+    assert (await rest.ask("POST", "/api/unmount", {"segment_ids": ["id-4"]}))[0] == 200
+    status, answer = await rest.ask("POST", "/api/reconfigure", decode)
+    assert (status, answer["segment_ids"]) == (200, ["id-5", "id-3"]), "the last one was unmounted"
     rest.store.stuck = []
     assert (await rest.ask("POST", "/api/reconfigure", {"mode": "prefill"}))[0] == 200
     assert rest.service.mounted_segment_ids == []

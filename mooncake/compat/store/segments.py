@@ -8,11 +8,15 @@ process's name followed by the id.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import mmap
 import os
 import secrets
 import stat
+import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +42,17 @@ class ExtraSegment:
     """A segment of this process in addition to that of ``setup``."""
 
     session: StoreSession
-    name: str
+    segment_id: str
     region: Region
+    unlock: Callable[[], object]
+    """Allows that memory to be mounted again."""
+    is_leaving: bool = False
+    """Whether it is being unmounted."""
+
+    @property
+    def name(self) -> str:
+        """Its name at the master."""
+        return f"{self.session.hostname}/{self.segment_id}"
 
 
 class SegmentCalls(StoreLifecycle):
@@ -60,7 +73,7 @@ class SegmentCalls(StoreLifecycle):
         path = text(what, "path", path)
 
         def mount(session: StoreSession) -> str:
-            return self._mount(session, lambda: _map(session, path, size, offset))
+            return self._mount(session, *_map(session, path, size, offset))
 
         return self._mounted(what, mount)
 
@@ -78,9 +91,8 @@ class SegmentCalls(StoreLifecycle):
         def mount(session: StoreSession) -> str:
             if asked <= 0:
                 raise InvalidArgument("size", asked, "more than 0")
-            return self._mount(
-                session, lambda: session.engine.allocate(size, huge_pages=session.settings.huge_pages)
-            )
+            region = session.engine.allocate(size, huge_pages=session.settings.huge_pages)
+            return self._mount(session, region, lambda: None)
 
         outcome = self._mounted(what, mount)
         return {**outcome, "allocated_size": 0 if outcome["ret"] else size}
@@ -95,13 +107,25 @@ class SegmentCalls(StoreLifecycle):
 
     def unmount_local_disk_segment(self, grace_period_seconds: int = 0) -> int:
         """Unmount the SSD tier of ``setup``, whose objects are available after a restart; 0 without one."""
+        what = "unmount_local_disk_segment"
+        grace_s = number(what, "grace_period_seconds", grace_period_seconds)
 
         def unmount(session: StoreSession) -> int:
             with contextlib.suppress(InvalidArgument):  # there is none
-                session.node().unmount(f"{session.hostname}/ssd", float(grace_period_seconds))
+                session.node().unmount(f"{session.hostname}/ssd", float(grace_s))
             return 0
 
-        return self._in_session("unmount_local_disk_segment", unmount, lambda _: FAILED)
+        return self._in_session(what, unmount, lambda _: FAILED)
+
+    def close(self) -> int:
+        """As that of the lifecycle; the files that were mounted can be mounted again."""
+        code = super().close()
+        with self._segments_lock:
+            ended = {key: one for key, one in self._segments.items() if not one.session.is_usable}
+            for segment_id, segment in ended.items():
+                del self._segments[segment_id]
+                segment.unlock()
+        return code
 
     # Implementation -------------------------------------------------------------------------------------
 
@@ -111,74 +135,91 @@ class SegmentCalls(StoreLifecycle):
 
         return self._in_session(what, done, lambda _: {"ret": FAILED, "segment_ids": []})
 
-    def _mount(self, session: StoreSession, allocate: Callable[[], Region]) -> str:
+    def _mount(self, session: StoreSession, region: Region, unlock: Callable[[], object]) -> str:
         segment_id = f"{secrets.randbits(64)}-{secrets.randbits(64)}"
-        name = f"{session.hostname}/{segment_id}"
-        region = allocate()
+        segment = ExtraSegment(session, segment_id, region, unlock)
         try:
-            session.node().mount(region, name)
+            session.node().mount(region, segment.name)
         except MooncakeError:
             session.engine.unregister(region)
+            unlock()
             raise
         with self._segments_lock:
-            self._segments[segment_id] = ExtraSegment(session, name, region)
+            self._segments[segment_id] = segment
         return segment_id
 
     def _has_segment(self, segment_id: str) -> bool:
         """Whether the segment can be unmounted."""
-        return segment_id in self._segments
+        segment = self._segments.get(segment_id)
+        return segment is not None and not segment.is_leaving
 
-    def _unmount(self, what: str, segment_ids: Sequence[str], grace_s: float) -> int:
+    def _unmount(self, what: str, segment_ids: Sequence[str], grace_period_seconds: int) -> int:
         if isinstance(segment_ids, str):
             raise TypeError(f"{what}(): segment_ids must be a list of str")
+        grace_s = number(what, "grace_period_seconds", grace_period_seconds)
 
         def unmount(session: StoreSession) -> int:
+            ids = list(dict.fromkeys(segment_ids))
             with self._segments_lock:
-                found = [self._segments.get(segment_id) for segment_id in segment_ids]
-                if any(segment is None or segment.session is not session for segment in found):
-                    raise InvalidArgument("segment_ids", list(segment_ids), "ids of this store's segments")
-                for segment_id in segment_ids:
-                    self._segments.pop(segment_id, None)
-            for segment in found:
-                if segment is not None:
-                    _drain_and_release(segment, grace_s)
+                for one in ids:
+                    if not self._has_segment(one) or self._segments[one].session is not session:
+                        raise InvalidArgument("segment_ids", ids, "ids of this store's segments")
+                left = [self._segments[one] for one in ids]
+                for segment in left:
+                    segment.is_leaving = True
+            try:
+                while left:
+                    self._drain_and_release(left[0], grace_s)
+                    left.pop(0)
+            finally:
+                for segment in left:  # they are still mounted: the program may try again
+                    segment.is_leaving = False
             return 0
 
         return self._in_session(what, unmount, lambda _: FAILED)
 
-
-def _drain_and_release(segment: ExtraSegment, grace_s: float) -> None:
-    session = segment.session
-    if grace_s <= 0:
-        _release(segment)
-        return
-    # From now on nothing new is placed there, and its objects are copied elsewhere if there is room.
-    try:
-        session.node().start_drain(segment.name)
-    except MooncakeError as error:
-        log.warning(f"unmount {segment.name}: its objects are not moved elsewhere: {error}")
-    release = threading.Timer(grace_s, _release, [segment])
-    release.daemon = True
-    release.start()
-    session.at_close.append(release.cancel)
-
-
-def _release(segment: ExtraSegment) -> None:
-    session = segment.session
-    if session.enter():
+    def _drain_and_release(self, segment: ExtraSegment, grace_s: int) -> None:
+        if grace_s <= 0:
+            self._release(segment)
+            return
+        session = segment.session
+        # From now on nothing new is placed there, and its objects are copied elsewhere if there is room.
         try:
-            session.node().unmount(segment.name)
-            session.engine.unregister(segment.region)
+            session.node().start_drain(segment.name)
         except MooncakeError as error:
-            log.error(f"unmount {segment.name}: {error}")
+            log.warning(f"unmount {segment.name}: its objects are not moved elsewhere: {error}")
+        release = threading.Timer(grace_s, self._release_late, [segment])
+        release.daemon = True
+        release.start()
+        session.at_close.append(release.cancel)
+
+    def _release_late(self, segment: ExtraSegment) -> None:
+        if not segment.session.enter():
+            return
+        try:
+            self._release(segment)
+        except MooncakeError as error:
+            log.error(f"unmount {segment.name}: {error}; unmount it again")
+            segment.is_leaving = False
         finally:
-            session.leave()
+            segment.session.leave()
+
+    def _release(self, segment: ExtraSegment) -> None:
+        session = segment.session
+        with contextlib.suppress(InvalidArgument):  # an earlier attempt took too long, but ended
+            session.node().unmount(segment.name)
+        session.engine.unregister(segment.region)
+        segment.unlock()
+        with self._segments_lock:
+            self._segments.pop(segment.segment_id, None)
 
 
-def _map(session: StoreSession, path: str, size: int, offset: int) -> Region:
-    """Map part of a file as memory, which other processes may have mapped, too.
+def _map(session: StoreSession, path: str, size: int, offset: int) -> tuple[Region, Callable[[], object]]:
+    """Map part of a file as memory, which other processes may have mapped, too; also the function that allows
+    it to be mounted again.
 
-    Every client of the pool can read and write it, so links and files of other users are refused.
+    Every client of the pool can read and write it, so links and files of other users are refused. And two
+    segments of the same memory would write over each other's objects, so it is locked, for all processes.
     """
     if size < MIN_SEGMENT_BYTES or offset < 0 or offset % mmap.ALLOCATIONGRANULARITY:
         raise InvalidArgument(
@@ -200,9 +241,33 @@ def _map(session: StoreSession, path: str, size: int, offset: int) -> Region:
             raise InvalidArgument(
                 "size", size, f"at most {room - offset}, the size of {path} from {offset} on"
             )
-        mapped = mmap.mmap(file, size, offset=offset)
+        _lock(file, fcntl.F_WRLCK, offset, size)
+        memory = np.frombuffer(mmap.mmap(file, size, offset=offset), np.uint8)
+        region = session.engine.register(memory)
     except OSError as error:
-        raise StorageError(f"mount {path!r}: {error.strerror}") from error
-    finally:
         os.close(file)
-    return session.engine.register(np.frombuffer(mapped, np.uint8))
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            allowed = "memory of which no part is mounted, by this process or another; unmount that first"
+            raise InvalidArgument("path", f"{path} [{offset}, +{size})", allowed) from error
+        raise StorageError(f"mount {path!r}: {error.strerror}") from error
+    except MooncakeError:
+        os.close(file)
+        raise
+    unlock = weakref.finalize(memory, _unlock, file, os.getpid())  # also when its store is collected
+    unlock.atexit = False  # the segment is still mounted then
+    return region, unlock
+
+
+def _lock(file: int, kind: int, offset: int = 0, size: int = 0) -> None:
+    """Lock or unlock part of an open file against other openings of it, those of this process included.
+
+    Raises:
+        OSError: EAGAIN or EACCES: some of it is locked. Others: this file system has no such locks.
+    """
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, size, 0))
+
+
+def _unlock(file: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the same open file
+        _lock(file, fcntl.F_UNLCK)
+    os.close(file)

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mooncake.errors import Unavailable
 from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.security.keys import format_secret
 from mooncake.store import MooncakeDistributedStore
@@ -75,6 +79,62 @@ def test_a_file_becomes_a_segment(tmp_path: Path) -> None:
     master.close()
 
 
+def test_no_memory_is_mounted_twice(tmp_path: Path) -> None:
+    """Two segments of the same memory would write over each other's objects."""
+    master = RunningMaster()
+    file = tmp_path / "segment"
+    file.write_bytes(bytes(4 * MIB))
+    (tmp_path / "other name").hardlink_to(file)
+    path = str(file)
+    with a_store(master, segment_bytes=0) as store, a_store(master, segment_bytes=0) as other:
+        first = store.mount_segment(path, 2 * MIB)
+        assert first["ret"] == 0
+        assert store.mount_segment(path, 2 * MIB)["ret"] == -1
+        assert store.mount_segment(path, 2 * MIB, MIB)["ret"] == -1, "they overlap"
+        assert store.mount_segment(str(tmp_path / "other name"), MIB)["ret"] == -1
+        assert other.mount_segment(path, MIB)["ret"] == -1
+        assert other.mount_segment(path, 2 * MIB, 2 * MIB)["ret"] == 0, "another part of the file"
+        assert other.mount_segment(path, 5 * MIB)["ret"] == other.mount_segment(path, 100)["ret"] == -1
+        assert store.unmount_segment(first["segment_ids"]) == 0
+        assert other.mount_segment(path, MIB)["ret"] == 0
+    with a_store(master, segment_bytes=0) as store:
+        (segment_id,) = store.mount_segment(path, 4 * MIB)["segment_ids"]
+        assert store.unmount_segment([segment_id], 60) == 0
+        assert store.mount_segment(path, 4 * MIB)["ret"] == -1, "its objects are still read"
+        store.close()
+        arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master.address)
+        assert store.setup(*arguments) == 0
+        assert store.mount_segment(path, 4 * MIB)["ret"] == 0
+    master.close()
+
+
+def test_memory_that_another_process_has_mounted_is_refused(tmp_path: Path) -> None:
+    """A child that was forked off holds nothing of its parent's, and releases nothing."""
+    master = RunningMaster()
+    file = tmp_path / "segment"
+    file.write_bytes(bytes(MIB))
+    locking = (
+        "import fcntl, os, sys; from mooncake.compat.store.segments import _lock;"
+        "_lock(os.open(sys.argv[1], os.O_RDWR), fcntl.F_WRLCK, 0, 4096)"
+    )
+    other = [sys.executable, "-c", locking, str(file)]
+    with a_store(master, segment_bytes=0) as store:
+        (segment_id,) = store.mount_segment(str(file), MIB)["segment_ids"]
+        assert subprocess.run(other, stderr=subprocess.DEVNULL).returncode == 1
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            store.close()
+            os.read(reading, 1)
+            os._exit(0)
+        assert subprocess.run(other, stderr=subprocess.DEVNULL).returncode == 1
+        assert store.unmount_segment([segment_id]) == 0
+        assert subprocess.run(other, stderr=subprocess.DEVNULL).returncode == 0
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+    master.close()
+
+
 @pytest.fixture(params=[False, True], ids=["open", "with a key"])
 def of_a_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     if request.param:
@@ -105,6 +165,37 @@ def test_a_segment_is_drained_during_its_grace_period() -> None:
             ):
                 assert store.get("k") == value
     master.close()
+
+
+def test_a_segment_whose_unmount_failed_can_be_unmounted_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise Unavailable("the node does not answer")
+
+    master = RunningMaster()
+    with a_store(master, segment_bytes=0) as store:
+        (first,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
+        (second,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
+        session = store._session
+        assert session is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(session.node(), "unmount", fail)
+            assert store.unmount_segment([first, second]) == -1 and "does not answer" in caplog.text
+        assert store._has_segment(first) and store._has_segment(second)
+        assert store.unmount_segment([first, first, second]) == 0
+        assert not store._has_segment(first) and store.unmount_segment([second]) == -1
+    master.close()
+
+
+@pytest.mark.parametrize("grace", ["1", 1.5, None], ids=repr)
+def test_a_grace_period_of_a_wrong_type_unmounts_nothing(store: MooncakeDistributedStore, grace: Any) -> None:
+    segment_ids = store.allocate_and_mount_segment(MIB)["segment_ids"]
+    with pytest.raises(TypeError, match="grace_period_seconds must be int"):
+        store.unmount_segment(segment_ids, grace)
+    with pytest.raises(TypeError, match="grace_period_seconds must be int"):
+        store.unmount_local_disk_segment(grace)
+    assert store.unmount_segment(segment_ids) == 0
 
 
 def test_failed_mounts_are_logged(
