@@ -46,6 +46,7 @@ from mooncake.http.openai import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
+    gateway_stopping,
     model_not_found,
     parse_request,
 )
@@ -108,9 +109,11 @@ def add_routes(
         return {"status": "ok"}
 
     @app.head("/ready", include_in_schema=False)
-    @app.get("/ready", responses={503: {"description": "No instance is ready"}})
+    @app.get("/ready", responses={503: {"description": "No instance is ready, or the gateway is stopping"}})
     async def ready() -> dict[str, str]:
-        """Whether a request can be served: 503 while no instance is ready."""
+        """Whether a request can be served: 503 while no instance is ready, or the gateway is stopping."""
+        if gateway.limiter.is_stopping:
+            raise gateway_stopping()
         if why_not_ready is not None and (reason := await why_not_ready()):
             raise ApiError(503, reason, code="no_instance", retry_after_s=1.0)
         rows = await gateway.scheduling.status()

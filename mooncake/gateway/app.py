@@ -67,7 +67,7 @@ AddPages = Callable[[Gateway, FastAPI, FastAPI], contextlib.AbstractAsyncContext
 
 
 async def serve(settings: GatewaySettings, add_pages: AddPages | None = None) -> None:
-    """Run a gateway until cancelled.
+    """Run a gateway until cancelled; then answers in progress have ``drain_s``, unless it is cancelled again.
 
     Args:
         settings: see ``GatewaySettings``.
@@ -90,6 +90,7 @@ async def serve(settings: GatewaySettings, add_pages: AddPages | None = None) ->
     operator_server = HttpServer(operator_app, for_operators, max_connections=MAX_OPERATORS)
     key_watch = asyncio.create_task(watch_client_keys(gateway))
     pages = contextlib.AsyncExitStack()
+    grace_s: float | None = None
     try:
         if add_pages is not None:
             await pages.enter_async_context(add_pages(gateway, app, operator_app))
@@ -106,11 +107,18 @@ async def serve(settings: GatewaySettings, add_pages: AddPages | None = None) ->
             clients=0 if gateway.clients is None else len(gateway.clients),
         )
         await server.wait()
+    except asyncio.CancelledError:
+        server.stop_keeping()
+        try:
+            await gateway.drain()
+        except asyncio.CancelledError:
+            grace_s = 0.0
+        raise
     finally:
         key_watch.cancel()
         await pages.aclose()
         await operator_server.close()
-        await server.close()
+        await server.close(grace_s)
 
 
 def check_exposure(settings: GatewaySettings, identity: Identity) -> None:

@@ -166,6 +166,9 @@ class GatewaySettings(ServingSettings):
     stall_timeout_s: Seconds = 120.0
     "A worker that sends nothing for this long within a stream counts as failed, though it answers probes."
 
+    drain_s: Annotated[float, Meta(ge=0, le=1e8)] = 5.0
+    "How long a gateway that stops waits for answers in progress; new requests get 503 meanwhile."
+
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413 before it is read."
 
@@ -384,6 +387,18 @@ class Gateway:
             settings.protocol != "workers"
             and (settings.protocol != "auto" or self.backends.are_own_workers is False)
         )
+
+    async def drain(self) -> None:
+        """Admit no more answers, and wait until those in progress have ended, at most ``drain_s``."""
+        self.limiter.stop()
+        if not self.limiter.num_in_flight:
+            return
+        log.info("draining", answers=self.limiter.num_in_flight, drain_s=self.settings.drain_s)
+        try:
+            async with asyncio.timeout(self.settings.drain_s):
+                await self.limiter.wait_until_empty()
+        except TimeoutError:
+            log.warning("answers_cut", answers=self.limiter.num_in_flight, drain_s=self.settings.drain_s)
 
     async def close(self) -> None:
         if self._following is not None:

@@ -7,11 +7,13 @@ limits: this one protects the gateway's process, those protect the workers.
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import Gauge
 
 from mooncake import metrics
 from mooncake.gateway.clients import Client
-from mooncake.http.openai import ApiError
+from mooncake.http.openai import ApiError, gateway_stopping
 
 _in_flight = Gauge(
     "mooncake_gateway_requests_in_flight",
@@ -26,7 +28,7 @@ class Permit:
     def __init__(
         self, limiter: ConcurrencyLimiter, client: Client | None, num_answers: int, now: float
     ) -> None:
-        """Raises ApiError: 400 when it never fits, 429 with the time to come back."""
+        """Raises ApiError: as of ``ConcurrencyLimiter.enter`` and of the client's quota."""
         self._limiter, self._client, self._num_answers, self._began = limiter, client, num_answers, now
         limiter.enter(num_answers)
         if client is not None:
@@ -48,10 +50,13 @@ class Permit:
 
 
 class ConcurrencyLimiter:
-    """Admits up to ``limit`` answers at a time."""
+    """Admits up to ``limit`` answers at a time, and none after ``stop``."""
 
     def __init__(self, limit: int) -> None:
         self.num_in_flight = 0
+        self.is_stopping = False
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
         self._limit = limit
         self._mean_duration_s = 1.0
 
@@ -59,8 +64,11 @@ class ConcurrencyLimiter:
         """Admit a request for ``num_answers`` answers.
 
         Raises:
-            ApiError: 400 when it never fits, 429 with the time until enough are expected to have ended.
+            ApiError: 400 when it never fits, 429 with the time until enough are expected to have ended,
+                503 after ``stop``.
         """
+        if self.is_stopping:
+            raise gateway_stopping()
         if num_answers > self._limit:
             message = f"the request asks for {num_answers} answers; allowed: at most {self._limit}"
             raise ApiError(400, message, param="n", code="invalid_value")
@@ -73,11 +81,21 @@ class ConcurrencyLimiter:
             )
             raise ApiError(429, message, code="overloaded", retry_after_s=wait_s)
         self.num_in_flight += num_answers
+        self._is_empty.clear()
         _in_flight.set(self.num_in_flight)
 
     def leave(self, num_answers: int, duration_s: float) -> None:
         """Record the end of an admitted request."""
         self.num_in_flight -= num_answers
         assert self.num_in_flight >= 0
+        if not self.num_in_flight:
+            self._is_empty.set()
         self._mean_duration_s += 0.1 * (duration_s - self._mean_duration_s)
         _in_flight.set(self.num_in_flight)
+
+    def stop(self) -> None:
+        """Admit no more answers. Those in progress go on."""
+        self.is_stopping = True
+
+    async def wait_until_empty(self) -> None:
+        await self._is_empty.wait()

@@ -146,6 +146,12 @@ SHOWN_CHARS = 80
 """Most characters of a client's value that an error repeats."""
 
 
+def gateway_stopping() -> ApiError:
+    """The error for a request that a gateway does not answer, or not to its end, because it stops."""
+    message = "the gateway is stopping; try again"
+    return ApiError(503, message, code="gateway_stopping", retry_after_s=1.0)
+
+
 def internal_error(server: str) -> ApiError:
     """Error for a fault of the program."""
     return ApiError(500, f"the {server} failed; its log has the traceback", code="internal_error")

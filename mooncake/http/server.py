@@ -179,6 +179,8 @@ class ConnectionAcceptor:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.connections = ConnectionTable(deadlines, connection_limit(max_connections))
+        self.keeps_connections = True
+        """Whether a connection may carry another request after the one that arrives now."""
         self._socket = listening
         self._tls = tls
         self._watched: dict[ConnectionState, CountingTransport | None] = {}
@@ -472,6 +474,8 @@ class _TrackedUvicornProtocol(HttpToolsProtocol):
         self._acceptor.connections.header_received(self._one, clock.monotonic())
         self._is_in_trailer = True
         super().on_headers_complete()
+        if not self._acceptor.keeps_connections:
+            self.cycle.keep_alive = False
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -604,7 +608,14 @@ class HttpServer:
         assert self._task is not None
         await asyncio.shield(self._task)
 
-    async def close(self) -> None:
+    def stop_keeping(self) -> None:
+        """From now on close each connection after its next answer, which says so. New ones are accepted."""
+        self.acceptor.keeps_connections = False
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Stop. ``grace_s`` replaces the time that answers under way have to end."""
+        if grace_s is not None:
+            self._server.config.timeout_graceful_shutdown = round(grace_s)
         self._server.should_exit = True
         if self._task is not None:
             await self._task

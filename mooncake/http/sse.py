@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from mooncake import clock
 from mooncake.errors import ProtocolError
-from mooncake.http.openai import ApiError
+from mooncake.http.openai import ApiError, gateway_stopping
 from mooncake.http.server import CLOSE_EXTENSION
 
 ResultT = TypeVar("ResultT")
@@ -130,8 +130,7 @@ class EventStreamResponse(Response):
         except asyncio.CancelledError:
             await _cancel(writing)
             if self._is_in_the_middle:
-                error = ApiError(503, "the gateway is stopping; try again", code="gateway_stopping")
-                body = self._error_event(error)
+                body = self._error_event(gateway_stopping())
                 await send({"type": "http.response.body", "body": body, "more_body": False})
             raise
         finally:

@@ -4,18 +4,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from mooncake.errors import InvalidArgument
-from mooncake.gateway.app import create_app, create_operator_app
+from mooncake.gateway import app as gateway_app
+from mooncake.gateway.app import create_app, create_operator_app, serve
 from mooncake.gateway.gateway import GatewaySettings
+from mooncake.http.server import listen
 from mooncake.inference.tokenizer import Tokenizer
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
 from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text, doubles
+from tests.gateway.engines import Engine, Wire
+from tests.waiting import until
 
 PROMPT = list(range(20, 32))
 HELLO: list[Any] = [{"role": "user", "content": "w20 w21"}]
@@ -356,6 +363,85 @@ async def test_a_client_that_disconnects_stops_the_worker(stack: Stack, stream: 
         pending.cancel()
         while not any(worker.num_cancelled for worker in stack.decode):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+# --- stop
+
+
+STREAM = {"prompt": "w20 w21", "max_tokens": 3, "stream": True}
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, drain_s: float
+) -> AsyncIterator[tuple[str, aiohttp.ClientSession, asyncio.Task[None]]]:
+    """The URL, a client and the task of a gateway as its process runs it, in front of ``engine``."""
+    listening = listen("127.0.0.1", 0)
+    monkeypatch.setattr(gateway_app, "listen", lambda host, port: listening)
+    monkeypatch.setattr(gateway_app, "load_tokenizer", lambda settings: None)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    await engine.start()
+    settings = GatewaySettings(decode=(engine.address,), probe_interval_s=0.05, drain_s=drain_s)
+    task = asyncio.create_task(serve(settings))
+    async with aiohttp.ClientSession() as session:
+
+        async def is_ready() -> bool:
+            async with session.get(f"{url}/ready") as response:
+                return response.status == 200
+
+        try:
+            await until(is_ready)
+            yield url, session, task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await engine.stop()
+
+
+async def test_a_stopping_gateway_ends_its_answers_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Wire(), gate=asyncio.Event())
+    async with (
+        serving(engine, monkeypatch, drain_s=60.0) as (url, session, task),
+        session.post(url + TEXT, json=STREAM) as response,
+    ):
+        await response.content.readuntil(b"\n\n")
+        task.cancel()
+
+        async def is_refused() -> bool:
+            async with session.get(f"{url}/ready") as ready:
+                return ready.status == 503
+
+        await until(is_refused)
+        async with session.post(url + TEXT, json=STREAM) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (503, "gateway_stopping")
+            assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("1", "close")
+        assert not task.done()
+        assert engine.gate is not None
+        engine.gate.set()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+@pytest.mark.parametrize("how", ["after its time", "at once"])
+async def test_answers_that_do_not_end_are_cut(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    engine = Engine(Wire(), gate=asyncio.Event())
+    async with (
+        serving(engine, monkeypatch, drain_s=0.05 if how == "after its time" else 1e6) as (
+            url,
+            session,
+            task,
+        ),
+        session.post(url + TEXT, json=STREAM) as response,
+    ):
+        await response.content.readuntil(b"\n\n")
+        task.cancel()
+        if how == "at once":
+            await asyncio.sleep(0)
+            assert not task.done()
+            task.cancel()
+        assert b"gateway_stopping" in await response.read()
+        await asyncio.wait([task])
 
 
 def test_wrong_instances_are_named() -> None:

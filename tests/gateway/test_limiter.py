@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from mooncake.gateway.limiter import ConcurrencyLimiter
@@ -30,3 +32,17 @@ def test_a_request_that_never_fits_is_a_bad_request() -> None:
     with pytest.raises(ApiError) as caught:
         ConcurrencyLimiter(2).enter(3)
     assert (caught.value.status, caught.value.detail.param) == (400, "n")
+
+
+async def test_a_limiter_that_stops_admits_no_more_and_is_empty_at_the_last_end() -> None:
+    limiter = ConcurrencyLimiter(2)
+    limiter.enter(1)
+    limiter.stop()
+    with pytest.raises(ApiError) as caught:
+        limiter.enter(1)
+    assert (caught.value.status, caught.value.detail.code) == (503, "gateway_stopping")
+    emptied = asyncio.create_task(limiter.wait_until_empty())
+    await asyncio.sleep(0)
+    assert not emptied.done()
+    limiter.leave(1, duration_s=1.0)
+    await emptied
