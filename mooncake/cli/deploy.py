@@ -58,7 +58,7 @@ sys.exit(b"\\nmooncake_store_mounted 1" not in page.getresponse().read())
 """,
 )
 """Command that succeeds in a node's container while the node's memory is part of the store: its ports are open
-long before, and an update that went by them would empty the pool, node after node."""
+before, and an update that went by them would empty the pool, node after node."""
 
 
 @dataclass(frozen=True)

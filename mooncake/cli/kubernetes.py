@@ -36,6 +36,8 @@ from mooncake.cli.deploy import (
 
 PART = "app.kubernetes.io/part-of"
 COMPONENT = "app.kubernetes.io/component"
+FIRST_STAGE = {"mooncake/stage": "first"}
+"""Label of the pod of a group of stages that has the HTTP server."""
 USER = 10001
 POD_IP, POD_NAME = "$(POD_IP)", "$(POD_NAME)"
 LEASE = "masters"
@@ -180,7 +182,10 @@ def overlay_of(
         window_s = 120 if engine == "workers" else 600
         added.append(_scaler(role, scaled[role], fewest, most, wanted, window_s))
     for role in ("prefill", "decode"):
-        added.append(_service(_engine(settings, place, engine, role), name=f"{role}-web", is_headless=True))
+        served = _engine(settings, place, engine, role)
+        # Of later stages there is nothing to scrape.
+        first = FIRST_STAGE if _num_stages(settings, engine, role) > 1 else {}
+        added.append(_service(served, name=f"{role}-web", is_headless=True, labels=first))
         added.append(_monitor(role, *web, settings))
     patches = {
         "conductor-patch.yaml": _arguments("conductor", conductor(settings, place, engine)),
@@ -296,12 +301,17 @@ def _engine(
     return vllm(settings, place, role) if engine == "vllm" else worker(settings, place, role, stage)
 
 
+def _num_stages(settings: DeploySettings, engine: str, role: str) -> int:
+    return settings.stages if (engine, role) == ("workers", "prefill") else 1
+
+
 def _leader_worker_set(settings: DeploySettings, place: Addresses, engine: str, role: str) -> Manifest:
-    size = settings.stages if (engine, role) == ("workers", "prefill") else 1
+    size = _num_stages(settings, engine, role)
     first = _engine(settings, place, engine, role, 0 if size > 1 else None)
     template: Manifest = {"size": size, "restartPolicy": "RecreateGroupOnPodRestart"}
     if size > 1:
         template["leaderTemplate"] = _pod(settings, first)
+        template["leaderTemplate"]["metadata"]["labels"] |= FIRST_STAGE
         template["workerTemplate"] = _pod(settings, _engine(settings, place, engine, role, 1))
     else:
         template["workerTemplate"] = _pod(settings, first)
@@ -555,7 +565,10 @@ def _deployment(settings: DeploySettings, program: Program, **spec: Any) -> Mani
     )
 
 
-def _service(program: Program, *, name: str = "", is_headless: bool = False) -> Manifest:
+def _service(
+    program: Program, *, name: str = "", is_headless: bool = False, labels: Mapping[str, str] = {}
+) -> Manifest:
+    """The Service of a program's pods, or of those with further ``labels``."""
     spec: Manifest = {"clusterIP": "None", "publishNotReadyAddresses": True} if is_headless else {}
     return _object(
         "v1",
@@ -563,7 +576,7 @@ def _service(program: Program, *, name: str = "", is_headless: bool = False) -> 
         name or program.role,
         labels=_labels(program.role),
         **spec,
-        selector=_labels(program.role),
+        selector={**_labels(program.role), **labels},
         ports=[{"name": name, "port": port, "targetPort": name} for name, port in program.ports.items()],
     )
 

@@ -172,6 +172,21 @@ def test_engines_may_push_kv_to_each_other_and_others_reach_one_port(rendered: P
     assert origins == ([] if of_hosts else ["master", "node", "prefill", "decode", "gateway"])
 
 
+def test_what_is_scraped_has_a_page(tmp_path: Path) -> None:
+    """A Service that a ServiceMonitor selects has no pod of a later stage, which has no HTTP server."""
+    overlay = written(DeploySettings(stages=3), tmp_path) / "kubernetes" / "overlays" / "workers-lws"
+    objects = kustomize.build(overlay)
+    stages = [one for one in pods(objects) if "--pipeline-stage" in one["spec"]["containers"][0]["args"]]
+    first = [one for one in pods(objects) if "--pipeline-peers" in one["spec"]["containers"][0]["args"]]
+    assert len(stages) == len(first) == 1
+    found = 0
+    for service in (one for one in objects if one["kind"] == "Service"):
+        wanted = service["spec"]["selector"].items()
+        found += wanted <= first[0]["metadata"]["labels"].items()
+        assert not wanted <= stages[0]["metadata"]["labels"].items(), service["metadata"]["name"]
+    assert found == 1
+
+
 def test_a_node_is_ready_when_its_memory_is_mounted(rendered: Path) -> None:
     """An update waits for it, and so do the services of compose that need nodes: ports are open before."""
     overlay = sorted((rendered / "kubernetes" / "overlays").iterdir())[0]
@@ -259,21 +274,6 @@ def test_gateways_know_the_masters(rendered: Path) -> None:
         RemoteMaster(address)
 
 
-def test_a_withdrawn_key_reaches_a_gateway_that_runs(tmp_path: Path) -> None:
-    """The container beside the gateway, as a process: it repeats the copy, and ends at SIGTERM."""
-    overlay = written(DeploySettings(), tmp_path / "out") / "kubernetes" / "overlays" / "workers-lws"
-    (gateway,) = [
-        one for one in pods(kustomize.build(overlay)) if one["spec"]["containers"][0]["name"] == "gateway"
-    ]
-    once, again = gateway["spec"]["initContainers"]
-    assert again["restartPolicy"] == "Always" and "restartPolicy" not in once
-    given, copied = tmp_path / "given.toml", tmp_path / "clients.toml"
-
-    def here(words: list[str]) -> list[str]:
-        replaced = {kubernetes.GIVEN_CLIENTS: str(given), CLIENTS_FILE: str(copied), "sleep 5": "sleep 0.05"}
-        for old, new in replaced.items():
-            words = [word.replace(old, new) for word in words]
-        return words
 def test_a_gateway_that_stops_has_time_to_end_its_answers(rendered: Path) -> None:
     service = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]["gateway"]
     lives = [(service["command"], float(service["stop_grace_period"].removesuffix("s")))]
@@ -289,6 +289,21 @@ def test_a_gateway_that_stops_has_time_to_end_its_answers(rendered: Path) -> Non
         assert 60 <= drain_s <= grace_s - 10, "what still runs then has to be cut and to be recorded"
 
 
+def test_a_withdrawn_key_reaches_a_gateway_that_runs(tmp_path: Path) -> None:
+    """The container beside the gateway, as a process: it repeats the copy, and ends at SIGTERM."""
+    overlay = written(DeploySettings(), tmp_path / "out") / "kubernetes" / "overlays" / "workers-lws"
+    (gateway,) = [
+        one for one in pods(kustomize.build(overlay)) if one["spec"]["containers"][0]["name"] == "gateway"
+    ]
+    once, again = gateway["spec"]["initContainers"]
+    assert again["restartPolicy"] == "Always" and "restartPolicy" not in once
+    given, copied = tmp_path / "given.toml", tmp_path / "clients.toml"
+
+    def here(words: list[str]) -> list[str]:
+        replaced = {kubernetes.GIVEN_CLIENTS: str(given), CLIENTS_FILE: str(copied), "sleep 5": "sleep 0.05"}
+        for old, new in replaced.items():
+            words = [word.replace(old, new) for word in words]
+        return words
 
     given.write_text("first")
     subprocess.run(here(once["command"]), check=True, timeout=60)
