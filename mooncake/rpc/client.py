@@ -35,7 +35,7 @@ from mooncake.errors import (
 from mooncake.rpc.adaptive_spin import AdaptiveSpin
 from mooncake.rpc.limits import Limits
 from mooncake.rpc.local_socket import connect_beside
-from mooncake.rpc.tls import TlsSocket, TlsTransport
+from mooncake.rpc.tls import TlsSession, TlsTransport
 from mooncake.rpc.wire import (
     GREETING_ID,
     Failure,
@@ -109,7 +109,7 @@ def check_server(
 ) -> None:
     """Check that a certificate is a server's, where no key proves it.
 
-    A server proves the key of this client's own role. That of a client proves no server: other clients have it.
+    A server proves that it has the key of this client's role. All clients have that of a client.
 
     Raises:
         AccessDenied: the certificate's role may only connect to servers.
@@ -410,19 +410,17 @@ class _Socket:
     A call is in ``waiting`` for as long as it uses the socket.
     """
 
-    def __init__(
-        self, sock: socket.socket | TlsSocket, client_greeting: ClientGreeting, frames: FrameDecoder
-    ) -> None:
+    def __init__(self, sock: socket.socket, tls: TlsSession | None, client_greeting: ClientGreeting) -> None:
         self.sock = sock
-        self.plain = sock if isinstance(sock, socket.socket) else None
-        if self.plain is not None:
-            self.plain.setblocking(False)  # Python's own timeouts take two more system calls a message
+        # Each call has its own deadline, and Python's own timeouts take two more system calls a message.
+        sock.setblocking(False)
+        self._tls = tls
         self.client_greeting = client_greeting
         self.readable = select.poll()
         self.readable.register(sock.fileno(), select.POLLIN)
         self._received = bytearray(_READ_BYTES)
         self._content = memoryview(self._received)
-        self.frames = frames
+        self.frames = FrameDecoder()
         self.lock = threading.Lock()
         self.send_lock = threading.Lock()
         self.waiting: dict[int, _Waiter] = {}
@@ -430,44 +428,46 @@ class _Socket:
         self.has_answered = False
         self.lost: str | None = None
 
-    def send(self, frame: bytearray, deadline: float) -> None:
+    def send(self, frame: bytes | bytearray, deadline: float) -> None:
         """Send all of ``frame``; raises TimeoutError at the deadline. With ``send_lock`` held."""
-        if self.plain is None:
-            self.sock.settimeout(max(0.001, deadline - time.monotonic()))
-            self.sock.sendall(frame)
-            return
+        if self._tls is not None:
+            frame = self._tls.encrypt(frame)
         try:
-            sent = self.plain.send(frame)
+            sent = self.sock.send(frame)
         except BlockingIOError:
             sent = 0
         if sent < len(frame):
-            self._send_rest(self.plain, memoryview(frame)[sent:], deadline)
+            self._send_rest(memoryview(frame)[sent:], deadline)
 
-    def _send_rest(self, plain: socket.socket, rest: memoryview, deadline: float) -> None:
+    def _send_rest(self, rest: memoryview, deadline: float) -> None:
         writable = select.poll()
-        writable.register(plain.fileno(), select.POLLOUT)
+        writable.register(self.sock.fileno(), select.POLLOUT)
         while rest:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or not writable.poll(remaining_s * 1000):
                 raise TimeoutError
             with contextlib.suppress(BlockingIOError):
-                rest = rest[plain.send(rest) :]
+                rest = rest[self.sock.send(rest) :]
 
-    def receive(self, timeout_s: float, spin: AdaptiveSpin) -> bytes | None:
+    def receive(self, timeout_s: float, spin: AdaptiveSpin | None = None) -> bytes | None:
         """What has arrived, b"" at the end; raises as a socket with this timeout does. For the reader.
 
-        None: the kernel woke this thread for nothing.
+        None: the kernel woke this thread for nothing, or a part of a record came.
         """
-        is_ready = spin.is_worthwhile and spin.wait(self.readable.poll)
-        if self.plain is None:
-            self.sock.settimeout(timeout_s)
-            return self.sock.recv(_READ_BYTES)
+        if self._tls is not None and (early := self._tls.take_early()):
+            return early
+        is_ready = spin is not None and spin.is_worthwhile and spin.wait(self.readable.poll)
         if not is_ready and not self.readable.poll(timeout_s * 1000):
             raise TimeoutError
         try:
-            return bytes(self._content[: self.plain.recv_into(self._received)])
+            data = bytes(self._content[: self.sock.recv_into(self._received)])
         except BlockingIOError:
             return None
+        except ConnectionResetError:
+            if self._tls is None:
+                raise
+            data = b""  # the session may still have the reason
+        return data if self._tls is None else self._tls.decrypt(data)
 
     def close_if_unused(self) -> None:
         """Close the socket when the connection is lost and no call uses it. With ``lock`` held.
@@ -688,35 +688,37 @@ class BlockingClient:
         beside = None if self._identity.client_tls else connect_beside(self._host, self._port)
         if beside is not None:
             beside.settimeout(remaining_s)
-        plain = beside or socket.create_connection((self._host, self._port), remaining_s)
-        sock: socket.socket | TlsSocket = plain
+        sock = beside or socket.create_connection((self._host, self._port), remaining_s)
+        tls: TlsSession | None = None
         try:
             if beside is None:
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                keep_alive(plain)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(sock)
             if self._identity.client_tls is not None:
-                sock = TlsSocket(plain, self._identity.client_tls, self._host, deadline - time.monotonic())
-                check_server(sock.certificate, self._servers, self._identity, "it")
-            client_greeting, frames = self._identity.client_greeting(), FrameDecoder()
-            shown = sock.certificate_digest if isinstance(sock, TlsSocket) else b""
+                tls = TlsSession(sock, self._identity.client_tls, self._host, deadline - time.monotonic())
+                check_server(tls.certificate, self._servers, self._identity, "it")
+            client_greeting = self._identity.client_greeting()
+            shown = tls.certificate_digest if tls is not None else b""
             client_greeting.binding = binding_of(self._servers != NODES_AND_ADMINS, shown)
-            sock.sendall(client_opening(client_greeting, self._address in _closed_at_once))
+            connection = _Socket(sock, tls, client_greeting)
+            connection.send(client_opening(client_greeting, self._address in _closed_at_once), deadline)
             while not client_greeting.is_over:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     raise TimeoutError
-                sock.settimeout(remaining_s)
-                data = sock.recv(_READ_BYTES)
+                data = connection.receive(remaining_s)
+                if data is None:
+                    continue
                 if not data:
                     raise ConnectionResetError(
                         f"it closed the connection{SILENT_PEER_HINTS[self._identity.has_tls]}"
                     )
-                for _, body in frames.feed(data):
-                    sock.sendall(client_greeting_reply(client_greeting, body))
+                for _, body in connection.frames.feed(data):
+                    connection.send(client_greeting_reply(client_greeting, body), deadline)
         except BaseException:
-            plain.close()
+            sock.close()
             raise
-        return _Socket(sock, client_greeting, frames)
+        return connection
 
     def _lose(self, connection: _Socket, reason: str) -> None:
         with connection.lock:

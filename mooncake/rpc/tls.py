@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """TLS for both kinds of clients and for the server, as sessions that work on memory.
 
-``TlsSocket`` is a blocking socket that one thread may read while another writes. Python's own ``SSLSocket``
-must not be used by two threads at once: in it, OpenSSL changes the same session in both directions. Here the
-session is used under a lock, and threads wait on the plain socket outside of it. It has only the socket
-methods that ``client.py`` uses. ``TlsTransport`` is a layer between an asyncio protocol and its transport: so
-a connection is counted and timed from the moment it is accepted, not from the end of its TLS handshake as
-with asyncio's own TLS. Callers pass in the contexts.
+``TlsSession`` encrypts what one thread sends while another decrypts what it received. Python's own
+``SSLSocket`` must not be used by two threads at once: in it, OpenSSL changes the same session in both
+directions, and all threads have one timeout. Here the session is used under a lock, and ``client.py`` lets
+each thread wait on the plain socket until its own deadline. ``TlsTransport`` is a layer between an asyncio
+protocol and its transport: so a connection is counted and timed from the moment it is accepted, not from the
+end of its TLS handshake as with asyncio's own TLS. Callers pass in the contexts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mooncake.errors import ProtocolError
 _CHUNK_BYTES = 64 << 10
 
 
-class TlsSocket:
-    """TLS on the connected ``sock``, after a handshake of at most ``timeout_s``.
+class TlsSession:
+    """A client's TLS on the connected ``sock``, after a handshake of at most ``timeout_s``.
 
     Raises:
         ProtocolError: no TLS there, or a certificate that is not trusted.
@@ -33,76 +33,72 @@ class TlsSocket:
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str, timeout_s: float) -> None:
-        self._sock = sock
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._in, self._out, server_hostname=host)
-        self.certificate: dict[str, Any] | None = None
-        """Peer's certificate, in the form of Python's ``ssl``."""
-        self.certificate_digest = b""
-        """SHA-256 of the peer's certificate."""
         self._lock = threading.Lock()
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 self._session.do_handshake()
                 sock.sendall(self._out.read())
-                self.certificate = self._session.getpeercert()
-                self.certificate_digest = _digest_of(self._session)
-                return
+                break
             except ssl.SSLWantReadError:
                 sock.sendall(self._out.read())
-                self._take(deadline)
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise TimeoutError from None
+                sock.settimeout(remaining_s)
+                try:
+                    self._feed(sock.recv(_CHUNK_BYTES))
+                except ConnectionResetError:
+                    self._feed(b"")
             except ssl.SSLError as error:
                 raise ProtocolError(_reason_of(error)) from error
+        self.certificate: dict[str, Any] | None = self._session.getpeercert()
+        """Peer's certificate, in the form of Python's ``ssl``."""
+        self.certificate_digest = _digest_of(self._session)
+        """SHA-256 of the peer's certificate."""
+        self._early = self._read() or b""
 
-    def _take(self, deadline: float) -> None:
-        """Wait for received bytes and feed them to the session."""
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError
-        self._sock.settimeout(remaining_s)
-        try:
-            data = self._sock.recv(_CHUNK_BYTES)
-        except ConnectionResetError:
-            data = b""
-        with self._lock:
-            if data:
-                self._in.write(data)
-            else:
-                self._in.write_eof()
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def settimeout(self, timeout_s: float) -> None:
-        self._sock.settimeout(timeout_s)
-
-    def sendall(self, data: bytes | bytearray) -> None:
-        """Send all of ``data``; the caller ensures that one thread sends at a time."""
+    def encrypt(self, data: bytes | bytearray) -> bytes:
+        """The bytes to send for ``data``; they must be sent in the order of the calls."""
         with self._lock:
             self._session.write(data)
-            encrypted = self._out.read()
-        self._sock.sendall(encrypted)
+            return self._out.read()
 
-    def recv(self, size: int) -> bytes:
-        """Receive up to ``size`` bytes, b"" at the end; raises as a socket does, and ProtocolError."""
-        deadline = time.monotonic() + (self._sock.gettimeout() or 0.0)
-        while True:
-            try:
-                with self._lock:
-                    return self._session.read(size)
-            except ssl.SSLWantReadError:
-                self._take(deadline)
-            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                return b""
-            except ssl.SSLError as error:
-                raise ProtocolError(_reason_of(error)) from error
+    def decrypt(self, data: bytes) -> bytes | None:
+        """What received bytes (b"" at the end) contain: b"" at the end, None while a record is not whole.
 
-    def shutdown(self, how: int) -> None:
-        self._sock.shutdown(how)
+        Raises:
+            ProtocolError: TLS failed.
+        """
+        with self._lock:
+            self._feed(data)
+            return self._read()
 
-    def close(self) -> None:
-        self._sock.close()
+    def take_early(self) -> bytes:
+        """What came with the end of the handshake; b"" after the first call."""
+        early, self._early = self._early, b""
+        return early
+
+    def _feed(self, data: bytes) -> None:
+        if data:
+            self._in.write(data)
+        else:
+            self._in.write_eof()
+
+    def _read(self) -> bytes | None:
+        plain: list[bytes] = []
+        try:
+            while piece := self._session.read(_CHUNK_BYTES):
+                plain.append(piece)
+        except ssl.SSLWantReadError:
+            return b"".join(plain) if plain else None
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            pass
+        except ssl.SSLError as error:
+            raise ProtocolError(_reason_of(error)) from error
+        return b"".join(plain)
 
 
 class TlsTransport:

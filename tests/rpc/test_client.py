@@ -586,11 +586,11 @@ async def test_both_sides_notice_a_host_that_has_failed(client: AsyncClient, ser
     blocking = BlockingClient(service.address, [Echo])
     assert await client.call(Echo("x"), 60) == await asyncio.to_thread(blocking.call, Echo("x"), 60)
     assert client._wire is not None and client._wire.transport is not None
-    assert blocking._socket is not None and blocking._socket.plain is not None
+    assert blocking._socket is not None
     served = [one._transport for one in service.rpc.connections]
     watched = [one.get_extra_info("socket") for one in (client._wire.transport, *served) if one is not None]
     assert len(watched) == 3
-    for sock in (*watched, blocking._socket.plain):
+    for sock in (*watched, blocking._socket.sock):
         is_watched = sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert is_watched == (sock.family != socket.AF_UNIX)
         if is_watched:

@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -77,6 +78,38 @@ async def test_threads_share_a_session(server: RpcServer, ours: Identity) -> Non
     client.close()
     with pytest.raises(PeerLost):
         await asyncio.to_thread(client.call, Echo(b"late"), 5)
+
+
+async def test_the_deadline_of_a_thread_is_not_that_of_another(ours: Identity) -> None:
+    """Calls that wait for an answer a moment only, beside large ones that have a minute."""
+
+    def echo_large(message: Echo, call: Call) -> Echo | None:
+        return message if message.data else None
+
+    server = RpcServer({Echo: echo_large}, access=Access({Echo: EVERYBODY}), identity=ours)
+    await server.start("127.0.0.1", 0)
+    client = client_of(server, ours)
+
+    def unanswered() -> None:
+        for _ in range(20):
+            with pytest.raises(DeadlineExceeded):
+                client.call(Echo(b""), 0.002)
+
+    def large() -> bool:
+        sent = Echo(os.urandom(4 << 20))
+        return all(client.call(sent, 60) == sent for _ in range(4))
+
+    try:
+        assert await asyncio.to_thread(client.call, Echo(b"first"), 60) == Echo(b"first")
+        await asyncio.gather(
+            *(asyncio.to_thread(unanswered) for _ in range(2)),
+            *(asyncio.to_thread(large) for _ in range(2)),
+        )
+        assert client._socket is not None and client._socket.sock.gettimeout() == 0
+        assert len(server.connections) == 1, "no call has lost the connection of all"
+    finally:
+        client.close()
+        await server.close()
 
 
 async def test_a_plain_client_gets_the_reason(server: RpcServer) -> None:
@@ -176,43 +209,45 @@ async def test_a_member_cannot_stand_between_a_node_and_its_master(
     await master.close()
 
 
-@pytest.mark.parametrize("kind", [BlockingClient, AsyncClient])
-async def test_a_client_with_the_key_of_a_client_is_no_server(
-    tmp_path: Path, ours: Identity, kind: type[BlockingClient | AsyncClient]
-) -> None:
+async def test_a_client_with_the_key_of_a_client_is_no_server(tmp_path: Path, ours: Identity) -> None:
     """All clients of a tenant have its key, so the certificate has to prove the server's role."""
     authority = Path(ours.settings.tls_ca).parent
 
-    def member(name: str, role: Role, tenant: str = "") -> Identity:
+    def member(name: str, role: Literal["node", "client"], tenant: str = "") -> Identity:
         make(CertsSettings(folder=authority, name=name, role=role, tenant=tenant))
-        file = tmp_path / name
+        file, secret = tmp_path / name, b"k" * 32
         file.touch(0o600)
-        secret = b"k" * 32
-        file.write_text(format_credential(derive(secret, role, tenant)) if tenant else format_secret(secret))
+        derived = format_credential(derive(secret, Role(role), tenant))
+        file.write_text(derived if tenant else format_secret(secret))
         cert, key = (str(authority / f"{name}.{ending}") for ending in ("pem", "key"))
         return Identity(SecuritySettings(cert, key, ours.settings.tls_ca, cluster_key_file=str(file)))
 
-    honest = member("acme-1", Role.CLIENT, "acme")
-    servers = [member("master", Role.NODE), member("acme-2", Role.CLIENT, "acme")]
-    for identity in servers:
+    honest, master, false = (
+        member("acme-1", "client", "acme"),
+        member("master", "node"),
+        member("acme-2", "client", "acme"),
+    )
+
+    async def ask(server: RpcServer) -> None:
+        """Call it with both kinds of clients."""
+        address = f"127.0.0.1:{server.port}"
+        blocking = BlockingClient(address, [Echo], "the master", is_patient=False, identity=honest)
+        client = AsyncClient(address, [Echo], "the master", is_patient=False, identity=honest)
+
+        def in_a_thread(message: Echo, timeout_s: float) -> Awaitable[Any]:
+            return asyncio.to_thread(blocking.call, message, timeout_s)
+
+        for call in (in_a_thread, client.call):
+            if server.identity is master:
+                assert await call(Echo(b"x"), 20) == Echo(b"x")
+            else:
+                with pytest.raises(AccessDenied, match="the certificate of a client of tenant acme"):
+                    await call(Echo(b"x"), 20)
+        blocking.close()
+        await client.close()
+
+    for identity in (master, false):
         server = RpcServer({Echo: echo}, access=Access({Echo: EVERYBODY}), identity=identity)
-        address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-        client = kind(address, [Echo], "the master", is_patient=False, identity=honest)
-
-        async def call(client: BlockingClient | AsyncClient = client) -> Echo:
-            try:
-                if isinstance(client, BlockingClient):
-                    return await asyncio.to_thread(client.call, Echo(b"x"), 20)
-                return await client.call(Echo(b"x"), 20)
-            finally:
-                if isinstance(client, BlockingClient):
-                    client.close()
-                else:
-                    await client.close()
-
-        if identity is servers[0]:
-            assert await call() == Echo(b"x")
-        else:
-            with pytest.raises(AccessDenied, match="the certificate of a client of tenant acme"):
-                await call()
+        await server.start("127.0.0.1", 0)
+        await ask(server)
         await server.close()
