@@ -3,9 +3,10 @@
 
 If one of these facts differs, a block or page must not be found; so when in doubt a fact is included. Not
 included are the tokens, which the engine's own hash covers, and options that change speed only. The hashes
-of vLLM and SGLang also cover a request's images, adapter and salt. LMCache's covers neither adapters nor
-salts, so ``lmcache.py`` refuses engines that have adapters. Nothing here needs an engine: the functions read
-the objects they are given, and SGLang's arguments where it runs in SGLang.
+of vLLM and SGLang also cover a request's images, its salt and the name of its adapter, whose weights count
+here. LMCache's covers neither adapters nor salts, so ``lmcache.py`` refuses engines that have adapters.
+Nothing here needs an engine: the functions read the objects they are given, and SGLang's arguments where it
+runs in SGLang.
 
 The identity of a model's weights is a digest of its folder. All bytes of all weights count, and with them the
 files that change what is computed: configurations, and the code of models that bring their own. Models that
@@ -52,9 +53,48 @@ _PROCESSOR = ("*processor_config.json", "*preprocessor*.json", "*feature_extract
 
 ENCODER_OPTIONS = (
     *("mm_processor_kwargs", "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
-    *("mm_device_do_normalize", "video_pruning_rate"),
+    *("mm_device_do_normalize", "video_pruning_rate", "video_pruning_method"),
 )
 """Fields of vLLM's multimodal configuration that change what its processor and its encoder compute."""
+
+MODEL_OPTIONS = (
+    *("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides", "code_revision"),
+)
+"""Fields of vLLM's model configuration that change what the model and its encoder compute."""
+
+CACHE_OPTIONS = ("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill")
+"""Fields of vLLM's cache configuration that change the values in the cache or their layout."""
+
+_ROPE_OF_ANY_LENGTH = {
+    *(
+        "default",
+        "linear",
+        "ntk",
+        "llama3",
+        "yarn",
+        "deepseek_yarn",
+        "deepseek_llama_scaling",
+        "proportional",
+    ),
+    *("mrope", "mllama4", "bailing_mrope", "openpangu"),
+}
+"""Kinds of rotary embedding whose values at a position do not depend on the longest prompt of vLLM.
+
+``longrope`` chooses its factors by it, and some models pass it to ``dynamic``.
+"""
+
+_AUTO = "auto"
+_TENSORS_ONLY = {"hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
+"""Values of vLLM's ``load_format`` that load the same files with another reader.
+
+``auto`` is none of them: in a folder that has ``consolidated*.safetensors``, too, it loads these.
+"""
+
+_OTHER_FILES = {"mistral", "sharded_state", "runai_streamer_sharded"}
+"""Those that load other files with weights, which are hashed as well."""
+
+LLAMA4_TUNED_LENGTH = 32768
+"""Value of ``max_model_len`` beyond which vLLM scales the attention of Llama 4 by the position."""
 
 RANDOM_WEIGHTS = "the weights are random (load_format dummy)"
 
@@ -97,7 +137,7 @@ Not ``pt``, ``npcache`` and ``mistral``: where a folder has several formats, the
 _ELSEWHERE = {"ipc_cache", "private", "rdma", "remote", "remote_instance"}
 """Values of ``load_format`` with which the weights do not come from the model's folder."""
 
-_READER_OPTIONS = {"enable_multithread_load", "num_threads"}
+_READER_OPTIONS = {"enable_multithread_load", "num_threads", "enable_weights_track"}
 """Fields of ``model_loader_extra_config`` that change the time of a load only."""
 
 
@@ -282,9 +322,33 @@ def model_weights(config: Any, extra: Mapping[str, Any], engine_id: str = "") ->
         f"engine {engine_id or config.kv_transfer_config.engine_id}",
         revision=model.revision,
         cache_dir=load.download_dir,
-        unknown=RANDOM_WEIGHTS if load.load_format == "dummy" else "",
+        unknown=vllm_weights_unknown(load),
         is_sampled=is_sampled(extra),
     )
+
+
+def vllm_weights_unknown(load: Any) -> str:
+    """Why vLLM's weights are not known to be those that are hashed; empty if they are. ``load``: LoadConfig.
+
+    Known are the formats whose files are always hashed. ``pt`` and ``npcache`` are not, because of a folder
+    that has several formats only the safetensors are; nor are those that plugins of vLLM add.
+    """
+    form = str(load.load_format)
+    if form == "dummy":
+        return RANDOM_WEIGHTS
+    if form in {_AUTO, *_TENSORS_ONLY, *_OTHER_FILES}:
+        return ""
+    return f"load_format {form} may take the weights from elsewhere"
+
+
+def load_facts(load: Any) -> dict[str, object]:
+    """Fields of vLLM's ``LoadConfig`` that change which weights are loaded."""
+    form = str(load.load_format)
+    return {
+        "load_format": "tensors" if form in _TENSORS_ONLY else form,
+        "load_options": _without_reader_options(getattr(load, "model_loader_extra_config", None)),
+        "load_by_torchao": getattr(load, "safetensors_load_strategy", None) == "torchao",
+    }
 
 
 class Adapters:
@@ -336,14 +400,47 @@ def rank_facts(
 
 def model_facts(config: Any) -> dict[str, object]:
     """Fields of vLLM's configuration that change the values computed for a prompt, or their layout."""
-    model, cache = config.model_config, config.cache_config
+    model = config.model_config
     return {
+        **_options(model, MODEL_OPTIONS),
+        **_options(config.cache_config, CACHE_OPTIONS),
+        **load_facts(config.load_config),
+        **_length_facts(model),
+        **(_processor_facts(config) if getattr(model, "multimodal_config", None) else {}),
         "config": _config_digest(model),
-        "dtype": model.dtype,
-        "kv_dtype": cache.cache_dtype,
-        "quantization": model.quantization,
         "disable_sliding_window": model.disable_sliding_window,
     }
+
+
+def _options(configuration: Any, names: Sequence[str]) -> dict[str, object]:
+    """Fields of a configuration of vLLM; one that this vLLM lacks, or that is empty, is None."""
+    return {name: getattr(configuration, name, None) or None for name in names}
+
+
+def _length_facts(model: Any) -> dict[str, object]:
+    """What changes values for ``max_model_len`` or for the configuration of generation, in some models."""
+    config = model.hf_config.to_dict()
+    facts: dict[str, object] = {}
+    if not _rope_types(config) <= _ROPE_OF_ANY_LENGTH:
+        # With -1, vLLM computes with the longest length and reduces it later.
+        is_automatic = getattr(model, "original_max_model_len", None) == -1
+        facts["max_model_len"] = _AUTO if is_automatic else model.max_model_len
+    if str(config.get("model_type", "")).startswith("llama4"):
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        default = model.max_model_len > LLAMA4_TUNED_LENGTH
+        facts["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", default)
+    return facts
+
+
+def _rope_types(config: Mapping[str, Any], is_rope: bool = False) -> set[str]:
+    """Kinds of rotary embedding in a model's configuration, which may have one per kind of layer."""
+    found = set()
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _rope_types(value, is_rope or str(key).startswith("rope_"))
+        elif is_rope and key in ("rope_type", "type") and value:
+            found.add(str(value))
+    return found
 
 
 def _config_digest(model: Any) -> str:
@@ -358,16 +455,26 @@ def encoder_facts(config: Any, version: str, weights: str) -> dict[str, object]:
     knows. Tensor parallelism is not among the facts, because every rank has the whole output.
     """
     model = config.model_config
-    multimodal = model.multimodal_config
     return {
         "engine": "vllm",
         "version": version,
         "weights": weights,
         "config": _config_digest(model),
-        "dtype": model.dtype,
-        "quantization": model.quantization,
+        **_options(model, MODEL_OPTIONS),
+        **load_facts(config.load_config),
+        **_processor_facts(config),
+    }
+
+
+def _processor_facts(config: Any) -> dict[str, object]:
+    """What changes the outputs of a multimodal model's processor and encoder."""
+    model = config.model_config
+    options = {name: getattr(model.multimodal_config, name, None) for name in ENCODER_OPTIONS}
+    scales = options["mm_encoder_fp8_scale_path"]
+    return {
+        **options,
+        "mm_encoder_fp8_scale_path": _content(Path(scales)) if scales else None,
         "processor": processor_digest(model.model, model.revision, config.load_config.download_dir),
-        **{name: getattr(multimodal, name, None) for name in ENCODER_OPTIONS},
     }
 
 
@@ -431,8 +538,32 @@ def pool_facts(config: Any, extra: Mapping[str, Any], arguments: Any) -> dict[st
         "version": sglang_version(),
         "weights": weights,
         "tag": extra.get("extra_backend_tag", ""),
+        "adapters": _adapters_of(arguments),
         **sglang_facts(arguments),
     }
+
+
+def _adapters_of(arguments: Any) -> list[tuple[str, str, str]]:
+    """(name, path, digest) of each adapter of SGLang's command line; this process's own if it can't be read.
+
+    The names of such an adapter's pages depend on its name and path only. One that is loaded into a running
+    server has a random id in them, so its pages are found by that server alone.
+    """
+    if getattr(arguments, "enable_lora", None) is False:
+        return []
+    given = getattr(arguments, "lora_paths", None) or []
+    pairs = given.items() if isinstance(given, Mapping) else map(_named_adapter, given)
+    return sorted((name, path, weights_of(path, f"process {os.urandom(16).hex()}")) for name, path in pairs)
+
+
+def _named_adapter(given: Any) -> tuple[str, str]:
+    """(name, path) of an entry of ``lora_paths``: text of the command line, a mapping or a ``LoRARef``."""
+    if isinstance(given, str):
+        name, _, path = given.partition("=")
+        return name, path or name
+    if isinstance(given, Mapping):
+        return str(given["lora_name"]), str(given["lora_path"])
+    return str(given.lora_name), str(given.lora_path)
 
 
 def draft_facts(extra: Mapping[str, Any], arguments: Any) -> dict[str, object]:

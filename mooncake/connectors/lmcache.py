@@ -27,12 +27,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mooncake.connectors.cache_identity import (
-    RANDOM_WEIGHTS,
     is_sampled,
     model_facts,
     sglang_arguments,
     sglang_facts,
     sglang_weights_unknown,
+    vllm_weights_unknown,
     weights_of,
 )
 from mooncake.connectors.pages import Page, Pages, Span, link_settings_of, num_leading
@@ -392,9 +392,8 @@ def refuse_adapters() -> None:
 def weights_unknown() -> str:
     """Why the engine's weights are not known to be those of the model's folder; empty if they are."""
     load = getattr(_vllm_config(), "load_config", None)
-    if getattr(load, "load_format", None) == "dummy":
-        return RANDOM_WEIGHTS
-    return sglang_weights_unknown(_sglang_arguments())
+    unknown = "" if load is None else vllm_weights_unknown(load)
+    return unknown or sglang_weights_unknown(_sglang_arguments())
 
 
 def _vllm_facts() -> dict[str, object] | None:

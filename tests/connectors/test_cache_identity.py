@@ -146,33 +146,64 @@ def test_the_fast_mode_is_selected_by_true_alone() -> None:
 
 
 def vllm_config(**changes: Any) -> Any:
-    fields = {"rope_theta": 1.0, "dtype": "bfloat16", "quantization": None, "cache_dtype": "auto", **changes}
-    hf = {"rope_theta": fields["rope_theta"], "_name_or_path": fields.get("path", "a")}
-    model = types.SimpleNamespace(
-        hf_config=types.SimpleNamespace(to_dict=lambda: hf),
-        model=fields.get("model", "model"),
-        revision=None,
-        dtype=fields["dtype"],
-        quantization=fields["quantization"],
-        disable_sliding_window=fields.get("disable_sliding_window", False),
-    )
-    cache = types.SimpleNamespace(cache_dtype=fields["cache_dtype"], prefix_caching_hash_algo="sha256")
-    return types.SimpleNamespace(
-        model_config=model,
-        cache_config=cache,
-        load_config=types.SimpleNamespace(download_dir=None, load_format=fields.get("load_format", "auto")),
-        kv_transfer_config=types.SimpleNamespace(engine_id="e"),
-    )
+    """A double of vLLM's configuration; changes name fields of any of its parts."""
+    hf = {"rope_theta": 1.0, "_name_or_path": "a", **changes.pop("hf", {})}
+    fields: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "hf_config": types.SimpleNamespace(to_dict=lambda: hf),
+            "model": "model",
+            "revision": None,
+            "dtype": "bfloat16",
+            "quantization": None,
+            "quantization_config": None,
+            "disable_sliding_window": False,
+            "max_model_len": 4096,
+            "original_max_model_len": None,
+            "model_impl": "auto",
+            "model_class_overrides": {},
+            "code_revision": None,
+            "override_generation_config": {},
+            "try_get_generation_config": dict,
+            "multimodal_config": None,
+        },
+        "cache_config": {
+            "cache_dtype": "auto",
+            "prefix_caching_hash_algo": "sha256",
+            "kv_cache_dtype_skip_layers": [],
+            "kv_sharing_fast_prefill": False,
+        },
+        "load_config": {
+            "download_dir": None,
+            "load_format": "auto",
+            "model_loader_extra_config": {},
+            "safetensors_load_strategy": None,
+        },
+        "kv_transfer_config": {"engine_id": "e"},
+    }
+    for name, value in changes.items():
+        (part,) = (part for part in fields.values() if name in part)
+        part[name] = value
+    return types.SimpleNamespace(**{name: types.SimpleNamespace(**part) for name, part in fields.items()})
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_theta": 2.0},
+        {"hf": {"rope_theta": 2.0}},
         {"dtype": "float16"},
         {"quantization": "fp8"},
+        {"quantization_config": {"linear": "mxfp8"}},
+        {"model_impl": "transformers"},
+        {"model_class_overrides": {"Model": "module:Other"}},
+        {"code_revision": "abc"},
         {"cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype_skip_layers": ["0"]},
+        {"kv_sharing_fast_prefill": True},
         {"disable_sliding_window": True},
+        {"load_format": "mistral"},
+        {"load_format": "safetensors"},
+        {"model_loader_extra_config": {"pattern": "other-{rank}.safetensors"}},
+        {"safetensors_load_strategy": "torchao"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -180,8 +211,56 @@ def test_what_changes_the_numbers_is_a_fact(change: dict[str, Any]) -> None:
     assert model_facts(vllm_config(**change)) != model_facts(vllm_config())
 
 
+@pytest.mark.parametrize("form", ["fastsafetensors", "hf", "runai_streamer"])
+def test_another_reader_of_the_same_files_is_no_other_fact(form: str) -> None:
+    same = {"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 8}}
+    assert model_facts(vllm_config(load_format=form, **same)) == model_facts(
+        vllm_config(load_format="safetensors")
+    )
+
+
+@pytest.mark.parametrize(
+    ("hf", "counts"),
+    [
+        ({}, False),
+        ({"rope_parameters": {"rope_type": "yarn"}}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"text_config": {"rope_scaling": {"type": "su"}}}, True),
+        ({"rope_parameters": {"full": {"rope_type": "dynamic"}, "sliding": {"rope_type": "default"}}}, True),
+        ({"quantization_config": {"type": "int"}}, False),
+    ],
+    ids=str,
+)
+def test_the_longest_prompt_counts_where_positions_depend_on_it(hf: dict[str, Any], counts: bool) -> None:
+    short, long = (model_facts(vllm_config(hf=hf, max_model_len=length)) for length in (4096, 32768))
+    assert (short != long) is counts
+    automatic = model_facts(vllm_config(hf=hf, original_max_model_len=-1))
+    assert (automatic != short) is counts, "vLLM reduces it after the model is made"
+
+
+def test_the_scaled_attention_of_llama_4_is_a_fact() -> None:
+    def facts(**changes: Any) -> dict[str, object]:
+        return model_facts(vllm_config(hf={"model_type": "llama4"}, **changes))
+
+    assert facts(max_model_len=32768) == facts() != facts(max_model_len=32769)
+    tuned = {"attn_temperature_tuning": True}
+    assert facts(override_generation_config=tuned) == facts(max_model_len=32769)
+    assert facts(try_get_generation_config=lambda: tuned) == facts(max_model_len=32769)
+
+
+def test_in_a_multimodal_model_the_processor_and_the_encoder_count(tmp_path: Path) -> None:
+    def facts(**options: Any) -> dict[str, object]:
+        multimodal = types.SimpleNamespace(**options)
+        return model_facts(vllm_config(model=str(tmp_path), multimodal_config=multimodal))
+
+    before = facts()
+    assert all(facts(**{name: "x"}) != before for name in ENCODER_OPTIONS)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert facts() != before
+
+
 def test_where_a_copy_of_the_model_lies_is_none() -> None:
-    assert model_facts(vllm_config(path="/elsewhere")) == model_facts(vllm_config())
+    assert model_facts(vllm_config(hf={"_name_or_path": "/elsewhere"})) == model_facts(vllm_config())
 
 
 def test_layers_backends_and_the_version_are_facts() -> None:
@@ -195,6 +274,23 @@ def test_layers_backends_and_the_version_are_facts() -> None:
 def test_a_digest_that_the_user_gives_is_taken_and_made_up_weights_are_the_engines() -> None:
     assert model_weights(vllm_config(), {"weights_digest": "mine"}) == "mine"
     assert model_weights(vllm_config(load_format="dummy"), {}) == "engine e"
+
+
+@pytest.mark.parametrize(
+    ("form", "is_known"),
+    [
+        *(
+            (form, True)
+            for form in ("auto", "hf", "safetensors", "runai_streamer", "mistral", "sharded_state")
+        ),
+        *((form, False) for form in ("pt", "npcache", "ipc_cache", "modelexpress", "tensorizer", "a_plugin")),
+    ],
+)
+def test_weights_are_the_folders_only_where_vllm_loads_files_that_are_hashed(
+    tmp_path: Path, form: str, is_known: bool
+) -> None:
+    folder = str(model(tmp_path / "a"))
+    assert (model_weights(vllm_config(model=folder, load_format=form), {}) != "engine e") is is_known
 
 
 def test_heads_are_divided_over_ranks_and_shards() -> None:
@@ -320,6 +416,36 @@ def test_weights_that_may_not_be_the_folders_are_one_processes(
     assert read[0] == read[1] == weights_of(folder, "owner")
 
 
+def adapter_facts(path: Path | str, form: str = "text", **arguments: Any) -> dict[str, object]:
+    """Facts of a server of SGLang with one adapter, in a form in which its arguments may have it."""
+    given: dict[str, Any] = {
+        "text": [f"sql={path}"],
+        "mapping": {"sql": str(path)},
+        "mappings": [{"lora_name": "sql", "lora_path": str(path)}],
+        "objects": [types.SimpleNamespace(lora_name="sql", lora_path=str(path))],
+    }
+    named = types.SimpleNamespace(**{"enable_lora": True, "lora_paths": given[form], **arguments})
+    return pool_facts(storage_config(), {"weights_digest": "w"}, named)
+
+
+@pytest.mark.parametrize("form", ["text", "mapping", "mappings", "objects"])
+def test_adapters_of_sglang_count_with_their_weights(tmp_path: Path, form: str) -> None:
+    """Their pages are named by the name and the path alone, which may be the same on every host."""
+    weights = tmp_path / "adapter_model.bin"
+    weights.write_bytes(b"of Monday")
+    before = adapter_facts(tmp_path, form)
+    assert adapter_facts(tmp_path, form) == before == adapter_facts(tmp_path)
+    weights.write_bytes(b"of Tuesday")
+    assert adapter_facts(tmp_path, form) != before
+    assert before != pool_facts(storage_config(), {"weights_digest": "w"}, types.SimpleNamespace())
+
+
+def test_adapters_of_sglang_that_can_not_be_read_are_one_processes(tmp_path: Path) -> None:
+    assert adapter_facts(tmp_path) != adapter_facts(tmp_path)
+    none = pool_facts(storage_config(), {"weights_digest": "w"}, types.SimpleNamespace())
+    assert adapter_facts(tmp_path, enable_lora=False) == none, "SGLang ignores them"
+
+
 @pytest.mark.parametrize("name", SGLANG_DRAFT_ARGUMENTS)
 def test_each_argument_of_a_draft_model_is_a_fact_of_its_pools(name: str) -> None:
     def facts(value: str) -> dict[str, object]:
@@ -352,19 +478,18 @@ def test_a_part_of_the_heads_is_named_so_that_servers_of_other_sizes_find_it() -
 
 
 def encoder_config(folder: Path, **changes: Any) -> Any:
-    config = vllm_config(model=str(folder), **changes)
-    config.model_config.multimodal_config = types.SimpleNamespace(
-        **{name: changes.get(name) for name in ENCODER_OPTIONS}
-    )
-    return config
+    options = {name: changes.pop(name, None) for name in ENCODER_OPTIONS}
+    return vllm_config(model=str(folder), multimodal_config=types.SimpleNamespace(**options), **changes)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_theta": 2.0},
+        {"hf": {"rope_theta": 2.0}},
         {"dtype": "float16"},
         {"quantization": "fp8"},
+        {"quantization_config": {"linear": "mxfp8"}},
+        {"load_format": "mistral"},
         *({one: "x"} for one in ENCODER_OPTIONS),
     ],
     ids=lambda change: next(iter(change)),
@@ -379,6 +504,16 @@ def test_what_changes_an_encoders_output_is_a_fact(tmp_path: Path, change: dict[
 def test_the_dtype_of_the_kv_cache_is_none_of_an_encoders(tmp_path: Path) -> None:
     facts = encoder_facts(encoder_config(tmp_path), "1.0", "w")
     assert encoder_facts(encoder_config(tmp_path, cache_dtype="fp8_e4m3"), "1.0", "w") == facts
+
+
+def test_scales_of_an_encoder_count_by_their_contents(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+
+    def facts(text: str) -> dict[str, object]:
+        scales.write_text(text)
+        return encoder_facts(encoder_config(tmp_path, mm_encoder_fp8_scale_path=str(scales)), "1.0", "w")
+
+    assert facts("1") == facts("1") != facts("2")
 
 
 @pytest.mark.parametrize(

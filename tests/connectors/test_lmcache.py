@@ -558,7 +558,11 @@ def test_weights_that_may_not_be_the_folders_are_one_engines(
         metadata.engine_id = engine_id
         return key_of(Chunks(_config(), metadata, {}))
 
-    for start, unknown in ((vllm, {"load_format": "dummy"}), (sglang, {"custom_weight_loader": ["a.load"]})):
+    for start, unknown in (
+        (vllm, {"load_format": "dummy"}),
+        (vllm, {"load_format": "tensorizer"}),
+        (sglang, {"custom_weight_loader": ["a.load"]}),
+    ):
         start()
         assert name("e") == name("f")
         start(**unknown)
