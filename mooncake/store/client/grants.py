@@ -9,6 +9,7 @@ cut at the borders of chunks, filtered and checked here, vectorized where possib
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -44,31 +45,55 @@ class PutTarget:
     failure: Refusal | None = None
     """Why this replica can no longer be written."""
     pieces: dict[int, list[tuple[int, int, int]]] = dataclasses.field(default_factory=dict)
-    """Chunk -> (offset in it, length, CRC32C) of its parts that were written since it was written whole."""
+    """Chunk -> (offset in it, length, CRC32C) of its parts that were written since it was written whole, in
+    order and without overlaps."""
+    missing_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Chunk -> bytes that are in none of its ``pieces``."""
+    covered: set[int] = dataclasses.field(default_factory=set)
+    """Chunks whose ``pieces`` are all of it, and that are to be joined."""
 
     @property
     def is_complete(self) -> bool:
         return self.failure is None and b"\0" not in self.is_written.tobytes()
 
-    def wrote(self, offset: int, length: int, crc: int, combine: Callable[[int, int, int], int]) -> None:
-        """Record a slice that was written, within one chunk, and its checksum.
+    def wrote(self, offset: int, length: int, crc: int) -> None:
+        """Record a slice that was written, within one chunk, and its checksum; then ``join`` the slices.
 
         It replaces what was written there before. Where that was longer, the checksum of its remaining bytes
         is unknown: the chunk is incomplete again, until all of its bytes were written again.
         """
         chunk, start = divmod(offset, self.chunk_bytes)
-        size_bytes = min(self.chunk_bytes, self.size_bytes - chunk * self.chunk_bytes)
-        whole: int | None = crc
+        size_bytes = self._size_of(chunk)
         if length == size_bytes:
             self.pieces.pop(chunk, None)
+            self.missing_bytes.pop(chunk, None)
+            self.covered.discard(chunk)
+            self.checksums[chunk], self.is_written[chunk] = crc, True
+            return
+        pieces = self.pieces.setdefault(chunk, [])
+        first, end = bisect.bisect_left(pieces, (start,)), bisect.bisect_left(pieces, (start + length,))
+        if first and sum(pieces[first - 1][:2]) > start:
+            first -= 1
+        missing = self.missing_bytes.get(chunk, size_bytes) - length
+        missing += sum(length for _, length, _ in pieces[first:end])
+        pieces[first:end] = [(start, length, crc)]
+        self.missing_bytes[chunk] = missing
+        self.is_written[chunk] = False
+        if missing:
+            self.covered.discard(chunk)
         else:
-            pieces = self.pieces.setdefault(chunk, [])
-            pieces[:] = [p for p in pieces if p[0] + p[1] <= start or p[0] >= start + length]
-            pieces.append((start, length, crc))
-            whole = tiled_checksum(pieces, size_bytes, combine)
-        self.is_written[chunk] = whole is not None
-        if whole is not None:
-            self.checksums[chunk] = whole
+            self.covered.add(chunk)
+
+    def join(self, combine: Callable[[int, int, int], int]) -> None:
+        """Complete the chunks that were written in parts; once for many slices, because each part counts."""
+        for chunk in sorted(self.covered):
+            whole = tiled_checksum(self.pieces[chunk], self._size_of(chunk), combine)
+            assert whole is not None
+            self.checksums[chunk], self.is_written[chunk] = whole, True
+        self.covered.clear()
+
+    def _size_of(self, chunk: int) -> int:
+        return min(self.chunk_bytes, self.size_bytes - chunk * self.chunk_bytes)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

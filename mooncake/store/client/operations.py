@@ -772,7 +772,9 @@ class Operations:
         """Record the checksums of the written slices."""
         columns = part.grant.tolist(), part.offset.tolist(), part.length.tolist(), checksums.tolist()
         for index, offset, length, crc in zip(*columns, strict=True):
-            places[index].wrote(offset, length, crc, self._combine)
+            places[index].wrote(offset, length, crc)
+        for index in distinct(part.grant):
+            places[index].join(self._combine)
 
     def _read(
         self, grants: Sequence[ReadGrant], columns: SliceColumns, deadline: float, is_checked: bool = False

@@ -53,6 +53,44 @@ def test_a_put_has_room_for_the_checksum_of_every_chunk() -> None:
     assert grant.settle() == [] and grant.failure is None
 
 
+@pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
+def test_a_chunk_in_many_parts_is_joined_once(order: str) -> None:
+    """Joined after each part, thousands of them would take minutes."""
+    num_parts, num_joins = 500, 0
+
+    def combine(first: int, second: int, length: int) -> int:
+        nonlocal num_joins
+        num_joins += 1
+        return first * 31**length + second
+
+    def checksum(start: int, end: int) -> int:
+        whole = 0
+        for number in range(start, end):
+            whole = whole * 31**3 + number
+        return whole
+
+    target = put("a", size_bytes=3 * num_parts, chunk_bytes=3 * num_parts).targets[0]
+    target.checksums = np.zeros(1, dtype=object)  # the whole numbers of this test
+    parts = list(range(num_parts))
+    if order == "backward":
+        parts.reverse()
+    if order == "shuffled":
+        Random(7).shuffle(parts)
+    for number in parts[:-1]:
+        target.wrote(3 * number, 3, number)
+        target.join(combine)
+    assert not target.is_complete and num_joins == 0
+    target.wrote(3 * parts[-1], 3, parts[-1])
+    for number in parts[:100]:  # again
+        target.wrote(3 * number, 3, number)
+    target.join(combine)
+    assert target.is_complete and num_joins == num_parts - 1
+    assert target.checksums[0] == checksum(0, num_parts)
+    target.wrote(2, 3, 0)
+    target.join(combine)
+    assert not target.is_complete, "a part of each of two others is unknown now"
+
+
 def test_a_partly_written_put_is_incomplete() -> None:
     grant = put("a")
     grant.is_written[:2] = True
