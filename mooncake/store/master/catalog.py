@@ -351,7 +351,7 @@ class Catalog:
             self.tenants.hidden(stored)
             self.eviction.unlinked(stored)
             if joint is not None and stored.is_hard_pinned and not joint.num_hard_pinned:
-                self.eviction.regrouped(joint, now)
+                self._regrouped(joint, now)
             if is_recorded:
                 self.records.append(ObjectGone(stored.key, stored.object_id))
         self.add_story(now, stored.key, "#{} unlinked: {}", stored.object_id, reason)
@@ -509,7 +509,7 @@ class Catalog:
         extent.segment.num_objects += 1
         extent.held_until = 0.0
         stored.refresh()
-        self.eviction.changed(stored, now)
+        self._changed(stored, now)
         self.records.append(ReplicaAdded(stored.key, stored.object_id, extent.segment.name, extent.offset))
         self.add_story(now, stored.key, "#{} readable on {} too", stored.object_id, extent.segment.name)
         self.emit(ReplicaCompleted(stored, extent, now))
@@ -522,7 +522,7 @@ class Catalog:
         extent.segment.holders[extent.offset] = stored
         self.tenants.charge(stored, extent)
         stored.refresh()
-        self.eviction.changed(stored, now)
+        self._changed(stored, now)
 
     def drop_extent(
         self, stored: StoredObject, extent: Extent, reason: str, now: float, *, is_recorded: bool = True
@@ -572,7 +572,7 @@ class Catalog:
                 self.records.append(ObjectPinned(stored.key, stored.object_id, is_hard))
             if group is None:
                 stored.is_hard_pinned, stored.soft_pin_until = is_hard, soft_until
-                self.eviction.changed(stored, now)
+                self._changed(stored, now)
                 continue
             groups.setdefault(group.name, (group, bool(group.num_hard_pinned), group.soft_pin_until))
             if group.pin(stored, is_hard=is_hard, soft_until=soft_until):
@@ -582,7 +582,7 @@ class Catalog:
         for group, was_hard, was_until in groups.values():
             # Members whose soft pin has become longer are entered anew when they surface.
             if bool(group.num_hard_pinned) is not was_hard or group.soft_pin_until < was_until:
-                self.eviction.regrouped(group, now)
+                self._regrouped(group, now)
 
     def renew(self, stored: StoredObject, lease_until: float) -> None:
         """Renew a reader's lease, which may be on a replica that was removed."""
@@ -616,13 +616,23 @@ class Catalog:
         if stored.is_readable:
             stored.refresh()
             if extent.is_complete:
-                self.eviction.changed(stored, now)
+                self._changed(stored, now)
                 self._may_free_its_parent(stored, now)
+
+    def _changed(self, stored: StoredObject, now: float) -> None:
+        """Update the orders of eviction after its replicas or pins have changed, or a descendant has left."""
+        self.eviction.changed(stored, now)
+        stored.account.changed(stored)
+
+    def _regrouped(self, group: Group, now: float) -> None:
+        """The same after the pins of its group have changed."""
+        for member in group.members.values():
+            self._changed(member, now)
 
     def _may_free_its_parent(self, stored: StoredObject, now: float) -> None:
         parent = self.objects.readable.get(self.eviction.parent_of(stored))
         if parent is not None:
-            self.eviction.changed(parent, now)
+            self._changed(parent, now)
 
     def _rest(self, stored: StoredObject, extent: Extent, leased_until: float, now: float) -> int:
         """Release the space of a removed replica, now or when the last promise about it has run out."""

@@ -27,7 +27,8 @@ from typing import TypeAlias
 from mooncake.errors import Refusal
 from mooncake.store.allocator import ALIGNMENT_BYTES
 from mooncake.store.master.catalog import Catalog
-from mooncake.store.master.objects import DEFAULT_POLICY, Extent
+from mooncake.store.master.eviction import MAX_SPARED
+from mooncake.store.master.objects import DEFAULT_POLICY, Extent, StoredObject
 from mooncake.store.master.segments import Segment, Segments
 from mooncake.store.master.tenants import Account
 from mooncake.store.messages import PutPolicy
@@ -262,19 +263,28 @@ class FreeSpace:
         return Refusal("quota_exceeded", f"{size_bytes} bytes for tenant {account.name!r}, and {used}")
 
     def _evict_from(self, account: Account, size_bytes: int, now: float) -> bool:
-        """Repeat while something is evicted: an ancestor may be evictable once its descendants are gone."""
-        whole, num_evicted = self._catalog.settings.evict_undemoted, -1
-        while num_evicted:
+        """Repeat while something is evicted: of a victim with more replicas than wanted, only one leaves."""
+        whole, num_evicted, num_spared = self._catalog.settings.evict_undemoted, -1, 0
+        while num_evicted and num_spared < MAX_SPARED:
             num_evicted = 0
-            with contextlib.closing(account.victims(now)) as victims:
+            with contextlib.closing(account.victims(now, self._may_leave)) as victims:
                 for victim, extent in victims:
-                    may_leave = whole or victim.all_have_slower(extent)
-                    if may_leave and not self._catalog.eviction.is_blocked(victim, extent):
+                    if whole or victim.all_have_slower(extent):
                         self._catalog.evict(victim, extent, "its tenant is over its quota", now)
                         num_evicted += 1
+                    else:
+                        num_spared += 1
                     if account.has_room(size_bytes):
                         return True
+                    if num_spared == MAX_SPARED:
+                        break
         return False
+
+    def _may_leave(self, stored: StoredObject, extent: Extent) -> bool:
+        """Whether nothing but time, or other members of its group, keeps the replica where it is."""
+        catalog = self._catalog
+        has_copy = catalog.settings.evict_undemoted or stored.has_slower(extent)
+        return has_copy and not catalog.eviction.is_blocked(stored, extent)
 
     def _evict_for(
         self, size_bytes: int, placement: SegmentPlacement, now: float

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
+from mooncake.store.master.eviction import MAX_SPARED
 from mooncake.store.master.log_records import QuotaSet, Record
 from mooncake.store.master.objects import Extent, ObjectState, StoredObject, is_name, scoped, split_scoped
 from mooncake.store.master.segments import Segment
@@ -34,7 +35,16 @@ def check_tenant(tenant: str) -> Refusal | None:
 class Account:
     """The account of one tenant."""
 
-    __slots__ = ("_heap", "_order", "num_objects", "quota_bytes", "tenant", "used_bytes")
+    __slots__ = (
+        "_aside",
+        "_heap",
+        "_order",
+        "_pin_ends",
+        "num_objects",
+        "quota_bytes",
+        "tenant",
+        "used_bytes",
+    )
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -47,6 +57,11 @@ class Account:
         self._heap: list[tuple[float, int, int, StoredObject]] | None = None
         """(lease end, object id, tie-breaker, object): its objects by age, while there is a quota. An object
         that was set aside and restored has the id of one that is still in the heap (``Catalog.show``)."""
+        self._aside: dict[int, StoredObject] = {}
+        """Those that can't leave until they change (``changed``), by id. They are not in the heap, so that no
+        search visits them."""
+        self._pin_ends: list[tuple[float, int, int, StoredObject]] = []
+        """(end of its soft pin, ...): those of them that can leave when time has passed."""
         self._order = itertools.count()
 
     @property
@@ -61,7 +76,7 @@ class Account:
 
     def limit(self, quota_bytes: int | None, readable: Iterable[StoredObject]) -> None:
         self.quota_bytes = quota_bytes
-        self._heap = None
+        self._heap, self._aside, self._pin_ends = None, {}, []
         if quota_bytes is not None:
             self._heap = [self._entry(stored, 0.0) for stored in readable if stored.account is self]
             heapq.heapify(self._heap)
@@ -70,18 +85,37 @@ class Account:
         self.num_objects += 1
         if self._heap is not None:
             if len(self._heap) > 1024 + 2 * self.num_objects:
-                self._heap = [entry for entry in self._heap if entry[3].is_readable]
+                self._heap[:] = [entry for entry in self._heap if entry[3].is_readable]
                 heapq.heapify(self._heap)
+            heapq.heappush(self._heap, self._entry(stored, 0.0))
+
+    def hidden(self, stored: StoredObject) -> None:
+        self.num_objects -= 1
+        self._aside.pop(stored.object_id, None)
+
+    def changed(self, stored: StoredObject) -> None:
+        """Its replicas, its pins or those of its group have changed, or a descendant has left."""
+        if self._heap is not None and self._aside.pop(stored.object_id, None) is not None:
             heapq.heappush(self._heap, self._entry(stored, 0.0))
 
     def _entry(self, stored: StoredObject, rank: float) -> tuple[float, int, int, StoredObject]:
         return rank, stored.object_id, next(self._order), stored
 
-    def victims(self, now: float) -> Generator[tuple[StoredObject, Extent], None, None]:
-        """Its own objects with a replica in memory, the least recently used first; never pinned ones."""
-        heap, spared = self._heap or [], list[tuple[float, int, int, StoredObject]]()
+    def victims(
+        self, now: float, may_leave: Callable[[StoredObject, Extent], bool]
+    ) -> Generator[tuple[StoredObject, Extent], None, None]:
+        """Its own objects with a replica in memory, the least recently used first; never pinned ones.
+
+        Args:
+            may_leave: whether this replica may leave, as long as nothing that ``changed`` reports happens.
+        """
+        if self._heap is None:
+            return
+        heap, spared, num_held = self._heap, list[tuple[float, int, int, StoredObject]](), 0
+        while self._pin_ends and self._pin_ends[0][0] <= now:
+            self.changed(heapq.heappop(self._pin_ends)[3])
         try:
-            while heap:
+            while heap and num_held < MAX_SPARED:
                 rank, _, _, stored = heap[0]
                 if not stored.is_readable:
                     heapq.heappop(heap)
@@ -90,15 +124,37 @@ class Account:
                 elif rank > now:
                     return
                 else:
-                    spared.append(heapq.heappop(heap))
+                    entry = heapq.heappop(heap)
                     extents = stored.complete(Tier.MEMORY)
-                    is_held = any(extent.held_until > now for extent in extents)
-                    if extents and not is_held and stored.may_be_evicted and stored.pinned_until <= now:
-                        yield stored, extents[0]
+                    if not extents or not stored.may_be_evicted or not may_leave(stored, extents[0]):
+                        self._aside[stored.object_id] = stored
+                    elif stored.pinned_until > now:
+                        self._set_aside_until_unpinned(stored)
+                    else:
+                        spared.append(entry)
+                        if any(extent.held_until > now for extent in extents):
+                            num_held += 1
+                        else:
+                            yield stored, extents[0]
         finally:
             for entry in spared:
                 if entry[3].is_readable:
                     heapq.heappush(heap, entry)
+
+    def _set_aside_until_unpinned(self, stored: StoredObject) -> None:
+        self._aside[stored.object_id] = stored
+        if len(self._pin_ends) > 1024 + 2 * self.num_objects:
+            self._pin_ends = [one for one in self._pin_ends if self._aside.get(one[1]) is one[3]]
+            self._pin_ends = list({one[1]: one for one in self._pin_ends}.values())
+            heapq.heapify(self._pin_ends)
+        heapq.heappush(self._pin_ends, self._entry(stored, stored.pinned_until))
+
+    def check(self, readable: Iterable[StoredObject]) -> None:
+        """Assert that each of these objects, its own, is a candidate or set aside."""
+        if self._heap is not None:
+            known = {id(entry[3]) for entry in self._heap} | {id(one) for one in self._aside.values()}
+            assert all(id(stored) in known for stored in readable), self.tenant
+            assert all(stored.is_readable for stored in self._aside.values()), self.tenant
 
 
 class Tenants:
@@ -139,7 +195,7 @@ class Tenants:
         stored.account.shown(stored)
 
     def hidden(self, stored: StoredObject) -> None:
-        stored.account.num_objects -= 1
+        stored.account.hidden(stored)
         self.tidy(stored.account)
 
     def tidy(self, account: Account) -> None:
@@ -176,3 +232,4 @@ class Tenants:
         for tenant, account in self.accounts.items():
             assert account.used_bytes == used.get(tenant, 0), (tenant, account.used_bytes, used)
             assert account.num_objects == num_objects.get(tenant, 0), tenant
+            account.check(one for one in objects if one.is_readable and one.account is account)

@@ -202,6 +202,29 @@ def test_a_second_replica_stays_within_the_quota(voice: Voice) -> None:
     assert len(place.replicas) == 1
 
 
+def test_what_was_pinned_or_had_children_leaves_for_the_quota_when_it_can() -> None:
+    """Each search sets aside what can't leave; changes bring it back."""
+    voice = Voice(dataclasses.replace(SETTINGS, eviction_policy="chain"))
+    voice.mount("a", 64 * KIB)
+    voice.say(m.SetQuota("red", 4 * KIB))
+    voice.put("p", size_bytes=KIB, tenant="red", policy=m.PutPolicy(is_hard_pinned=True))
+    voice.put("g", size_bytes=KIB, tenant="red", policy=m.PutPolicy(is_hard_pinned=True), group="g")
+    voice.put("h", size_bytes=KIB, tenant="red", group="g")
+    voice.put("s", size_bytes=KIB, tenant="red", policy=m.PutPolicy(soft_pin_ttl_s=20.0))
+    voice.keep_alive(1.0)
+    assert "4096 of 4096 bytes are used" in refusal(voice, "x", size_bytes=KIB, tenant="red")
+    voice.say(m.Pin(["p"], 0.0, "red"))
+    voice.put("x", size_bytes=KIB, tenant="red", parents=["s"])
+    assert voice.inspect("p", "red") is None
+    voice.keep_alive(20.0)
+    voice.put("y", size_bytes=KIB, tenant="red", parents=["s"])
+    assert voice.inspect("x", "red") is None, "its parent has another child"
+    voice.put("z", size_bytes=2 * KIB, tenant="red")
+    assert [voice.inspect(key, "red") is None for key in "ysghz"] == [True, True, False, False, False]
+    voice.say(m.Remove(["g"], True, "red"))
+    voice.put("v", size_bytes=4 * KIB, tenant="red")
+
+
 def used_bytes(master: Master) -> int:
     account = master.catalog.tenants.accounts.get("red")
     return 0 if account is None else account.used_bytes
