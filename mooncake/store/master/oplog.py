@@ -224,10 +224,10 @@ class Oplog:
 
     def replaced(self, file: File, framing: Framing, size_bytes: int, doubt: Doubt) -> None:
         """The OplogRewrite is complete, and has its name; ``doubt`` is what the new file lacks."""
+        self._num_renames += 1  # first: a flush of the new file must also sync the directory
         old, self._file = self._file, file
         if old is not None:
             old.close()
-        self._num_renames += 1
         self._framing = framing
         self._size_bytes = self._compacted_bytes = size_bytes
         self._torn = self._anew = None
@@ -389,13 +389,18 @@ class OplogRewrite:
         self._directory = directory
         self._doubt = doubt
         self._name = log.path.name + ".new"
-        self._file: File | None = directory.open(self._name, is_locked=True)
-        self._file.truncate(0)
         self._framing = BoundFraming(secrets.randbits(32))
-        header = header_of(MAGIC, log.id, self._framing.salt)
-        self._file.append(header)
-        self._size_bytes, self._synced_bytes = len(header), 0
-        self.append(log.marks(doubt))
+        self._size_bytes = self._synced_bytes = 0
+        self._file: File | None = directory.open(self._name, is_locked=True)
+        try:
+            self._file.truncate(0)
+            header = header_of(MAGIC, log.id, self._framing.salt)
+            self._file.append(header)
+            self._size_bytes = len(header)
+            self.append(log.marks(doubt))
+        except OSError:
+            self.abandon()  # or its lock would keep every later one from the file
+            raise
 
     def append(self, records: Iterable[Record | Mark]) -> None:
         assert self._file is not None

@@ -208,9 +208,9 @@ class SsdIndexLog:
             fresh.close()
             log.warning("index_not_compacted", path=str(self._folder.path), reason=str(error))
             return
+        self._num_renames += 1  # first: a flush of the new file must also sync the directory
         old, self._file = self._file, fresh
         old.close()
-        self._num_renames += 1
         self._framing = self._fresh
         self.index.compacted_to(fresh.size_bytes, self._framing)
         fields = {"was_bytes": was_bytes, "num_bytes": self.index.num_bytes}

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.errors import InvalidArgument
 from mooncake.files import frames
-from mooncake.sim.faults.disks import SimDirectory
+from mooncake.sim.faults.disks import SimDirectory, SimFile
 from mooncake.store.master import oplog
 from mooncake.store.master.log_records import Doubt, IdsGiven, LineBegan, ObjectGone, Record, encode
 from mooncake.store.master.oplog import Oplog
@@ -136,6 +136,22 @@ def test_a_rewriting_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
     log.close()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
     assert opened(tmp_path / "log")[1] == records(0, 3)
+
+
+def test_a_rewriting_that_a_full_disk_refuses_can_be_begun_again() -> None:
+    disk = SimDirectory(Random(1))
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    log.read()
+    log.append(records(0, 2))
+    for num_bytes in (0, oplog._HEADER_BYTES):  # not the header, and not the first mark
+        disk.capacity_bytes = log.size_bytes + num_bytes
+        with pytest.raises(OSError, match="No space"):
+            log.begin_anew()
+        assert disk.names() == ["log"]
+    disk.capacity_bytes = None
+    rewrite(log, records(5, 1))
+    log.close()
+    assert Oplog(Path("/simulated/log"), directory=disk).read() == records(5, 1)
 
 
 # Damaged files
@@ -365,6 +381,28 @@ def test_what_is_flushed_after_a_rename_does_not_go_with_it(seed: int) -> None:
         log.flush()
 
     assert lose_power(seed, live)[1] == [*records(100, 5), *records(200, 1)], f"seed {seed}"
+
+
+def test_a_flush_while_the_log_is_replaced_syncs_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SimDirectory(Random(1))
+    log = Oplog(Path("/simulated/log"), directory=disk)
+    log.read()
+    log.append(records(0, 1))
+    anew = log.begin_anew()
+    anew.append(records(0, 1))
+    anew.sync()
+    close, num_synced = SimFile.close, []
+
+    def flush_meanwhile(file: SimFile) -> None:
+        before = disk.num_syncs
+        log.flush()
+        num_synced.append(disk.num_syncs - before)
+        close(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimFile, "close", flush_meanwhile)
+        anew.commit()
+    assert num_synced == [2], "the new file and its name"
 
 
 def test_a_record_written_in_part_is_cut_off_again() -> None:

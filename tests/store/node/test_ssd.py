@@ -330,6 +330,32 @@ def test_a_compacted_index_is_renamed_even_if_the_directory_is_not_synced(
     assert list(Disk(engine, path, MIB).index.entries) == [1, 2]
 
 
+def test_a_flush_while_the_index_is_replaced_syncs_the_directory(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    fresh = disk.log.write_compacted(disk.log.begin_compaction())
+    close, sync = OsFile.close, OsDirectory.sync
+    calls: list[str] = []
+
+    def flush_meanwhile(self: OsFile) -> None:
+        disk.log.flush()
+        calls.append("flushed")
+        close(self)
+
+    def counted(self: OsDirectory) -> None:
+        calls.append("directory")
+        sync(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFile, "close", flush_meanwhile)
+        patch.setattr(OsDirectory, "sync", counted)
+        disk.log.end_compaction(fresh)
+    assert calls[:2] == ["directory", "flushed"]
+    disk.close()
+
+
 def test_an_index_that_could_not_be_synced_is_written_anew(
     engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
