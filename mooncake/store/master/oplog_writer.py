@@ -180,13 +180,7 @@ class OplogWriter:
         assert self._log is not None
         FAILED.inc()
         UNWRITABLE.set(1)
-        advice = "check the disk"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = "free some space"
-        elif error.errno == errno.ESTALE:  # its file is gone, and can be rewritten if the directory is there
-            self._must_be_anew = True
-            advice = "restore its directory and restart the master"
-        self.trouble = f"the oplog {self.path} can't be written ({error.strerror or error}); {advice}"
+        self._set_trouble(error)
         log.error("oplog_unwritable", path=self.path, reason=str(error))
         self.stop_compacting()
         waiting, self._waiting = self._waiting, deque()
@@ -194,6 +188,16 @@ class OplogWriter:
             then(self.trouble)
         if self._healing is None:
             self._healing = asyncio.get_running_loop().create_task(self._heal(self._log))
+
+    def _set_trouble(self, error: OSError) -> None:
+        advice = "check the disk"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = "free some space"
+        elif error.errno in (errno.ESTALE, errno.ENOENT):
+            # Its file is gone, and can be rewritten if the directory is there.
+            self._must_be_anew = True
+            advice = "restore its directory and restart the master"
+        self.trouble = f"the oplog {self.path} can't be written ({error.strerror or error}); {advice}"
 
     async def _heal(self, oplog: Oplog) -> None:
         """Retry until the disk has taken all records."""
@@ -206,12 +210,14 @@ class OplogWriter:
                     oplog.append(self._unwritten)
                     self._unwritten = []
             except OSError as error:
+                self._set_trouble(error)
                 log.debug("oplog_still_unwritable", path=self.path, reason=str(error))
                 continue
             try:
                 await asyncio.to_thread(oplog.flush)
             except OSError as error:
                 self._must_be_anew = True  # it is unknown what of it is on the disk
+                self._set_trouble(error)
                 log.debug("oplog_still_unwritable", path=self.path, reason=str(error))
                 continue
             if not self._unwritten and not self._must_be_anew:

@@ -154,6 +154,21 @@ async def until_well(kept: Kept) -> None:
             await asyncio.sleep(0)
 
 
+async def until_refused(kept: Simulated, num_writes: int) -> None:
+    """The disk has refused so many writes."""
+    refused = 0
+
+    def delay_s(what: str, num_bytes: int) -> float:
+        nonlocal refused
+        refused += what == "write"
+        return 0.0
+
+    kept.disk.delay_s = delay_s
+    async with asyncio.timeout(10):
+        while refused < num_writes:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
 async def test_what_a_disk_refuses_is_written_when_it_takes_it(simulated: Simulated, number: int) -> None:
     simulated.voice.put("before", size_bytes=100)
@@ -184,6 +199,23 @@ async def test_with_too_much_to_write_the_log_is_written_anew(
     await until_well(simulated)
     assert simulated.restored() == simulated.known() and len(simulated.known()) == 21
     simulated.writer.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+async def test_a_log_that_must_be_rewritten_is_rewritten_when_there_is_room_again(
+    simulated: Simulated, number: int
+) -> None:
+    simulated.disk.sync_error = number
+    simulated.voice.put("k", size_bytes=100)
+    assert await flushed(simulated)
+    simulated.disk.sync_error, simulated.disk.write_error = 0, errno.ENOSPC
+    await until_refused(simulated, 3)
+    assert "free some space" in simulated.writer.trouble
+    simulated.disk.write_error = 0
+    await until_well(simulated)
+    assert await flushed(simulated) == "" and simulated.disk.names() == ["log"]
+    simulated.disk.lose_power()
+    assert list(simulated.restored()) == ["k"]
 
 
 async def flushed(kept: Kept) -> str:
@@ -258,6 +290,20 @@ async def test_a_log_whose_file_was_removed_is_rewritten(kept: Kept, monkeypatch
     assert await flushed(kept) == ""
     assert kept.restored() == kept.known() and len(kept.known()) == 3
     kept.writer.close()
+
+
+async def test_a_log_whose_file_is_removed_while_the_disk_is_full_is_rewritten(simulated: Simulated) -> None:
+    simulated.voice.put("before", size_bytes=100)
+    simulated.disk.write_error = errno.ENOSPC
+    simulated.voice.put("during", size_bytes=100)
+    assert "free some space" in simulated.writer.trouble
+    simulated.disk.remove("log")
+    simulated.disk.write_error = 0
+    await until_well(simulated)
+    simulated.voice.put("after", size_bytes=100)
+    assert await flushed(simulated) == ""
+    assert simulated.restored() == simulated.known() and len(simulated.known()) == 3
+    simulated.writer.close()
 
 
 @pytest.mark.parametrize("how", ["removed", "moved"])
