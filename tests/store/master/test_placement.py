@@ -225,6 +225,39 @@ def test_what_was_pinned_or_had_children_leaves_for_the_quota_when_it_can() -> N
     voice.put("v", size_bytes=4 * KIB, tenant="red")
 
 
+def test_a_put_that_can_not_succeed_leaves_the_cache_of_its_tenant(voice: Voice) -> None:
+    voice.mount("a", 8 * KIB)
+    voice.mount("b", 8 * KIB)
+    voice.say(m.SetQuota("red", 10 * KIB))
+    for number in range(10):
+        policy = m.PutPolicy(is_hard_pinned=number % 2 == 0)
+        voice.put(f"k{number}", size_bytes=KIB, tenant="red", policy=policy)
+    reason = refusal(voice, "large", size_bytes=9 * KIB, tenant="red")
+    assert reason.startswith("too_large: 9216 bytes; the largest segment has 8192")
+    reason = refusal(voice, "large", size_bytes=6 * KIB, tenant="red")
+    assert reason == "quota_exceeded: 6144 bytes for tenant 'red', and 10240 of 10240 bytes are used"
+    assert len(voice.master.objects.readable) == 10
+    voice.put("l", size_bytes=3 * KIB, tenant="red")
+    assert len(voice.master.objects.readable) == 8, "only what had to leave"
+
+
+@pytest.mark.parametrize("pinned", ["", "c", "d"])
+def test_a_chain_makes_room_for_a_quota_from_its_end_on(pinned: str) -> None:
+    voice = Voice(dataclasses.replace(SETTINGS, eviction_policy="chain"))
+    voice.mount("a", 64 * KIB)
+    voice.say(m.SetQuota("red", 4 * KIB))
+    for key, parent in ("a", ""), ("b", "a"), ("c", "b"), ("d", "b"):
+        policy = m.PutPolicy(is_hard_pinned=key == pinned)
+        voice.put(key, size_bytes=KIB, tenant="red", policy=policy, parents=[parent])
+    if pinned:
+        assert "4096 of 4096 bytes" in refusal(voice, "x", size_bytes=2 * KIB, tenant="red")
+        assert len(voice.master.objects.readable) == 4
+        voice.put("x", size_bytes=KIB, tenant="red")
+    else:
+        voice.put("x", size_bytes=3 * KIB, tenant="red")
+        assert sorted(voice.master.objects.readable) == ["red\0a", "red\0x"]
+
+
 def used_bytes(master: Master) -> int:
     account = master.catalog.tenants.accounts.get("red")
     return 0 if account is None else account.used_bytes
