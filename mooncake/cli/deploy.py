@@ -35,6 +35,8 @@ CLIENTS_FILE = "/run/mooncake/clients.toml"
 SECRETS = "secrets"
 """Folder of the credentials, beside the other files."""
 NAME = "^([a-z0-9]|[a-z0-9][-a-z0-9]{0,61}[a-z0-9])$"
+NO_VARIABLE = "^[^$]*$"
+"""Compose replaces what begins with ``$``, and Kubernetes what is in ``$( )``."""
 IMAGE = "^[A-Za-z0-9][-A-Za-z0-9._/:@]{0,254}$"
 
 MASTER_PORT, MASTER_WEB_PORT = 50051, 9003
@@ -42,6 +44,7 @@ NODE_PORT, NODE_WEB_PORT = 12345, 9004
 ENGINE_PORT, EVENTS_PORT, REPLAY_PORT = 8100, 5557, 5558
 CONDUCTOR_PORT, CONDUCTOR_WEB_PORT = 8400, 13333
 GATEWAY_PORT = 8000
+ENVIRONMENT_KEY = "ADMIN_API_KEY"
 
 NODE_CHECK = (
     "python",
@@ -57,8 +60,10 @@ page.request("GET", "/metrics")
 sys.exit(b"\\nmooncake_store_mounted 1" not in page.getresponse().read())
 """,
 )
-"""Command that succeeds in a node's container while the node's memory is part of the store: its ports are open
-before, and an update that went by them would empty the pool, node after node."""
+"""Command that succeeds in a node's container while the node's memory is part of the store.
+
+Its ports are open before: an update that went by them would empty the pool, node after node.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,17 @@ class DeploySettings:
     namespace: Annotated[str, Meta(pattern=NAME)] = "mooncake"
     "Namespace in Kubernetes."
 
-    model: Annotated[str, Meta(pattern=r"^/models/\S+$", description="that is a path below /models")] = (
-        "/models/model"
-    )
+    model: Annotated[
+        str, Meta(pattern=r"^/models/[^\s$]+$", description="that is a path below /models without $")
+    ] = "/models/model"
     "Folder of the model in the containers, below `/models`."
 
-    served_model_name: str = ""
+    served_model_name: Annotated[str, Meta(pattern=NO_VARIABLE, description="without $")] = ""
     "The model's name in the API; empty takes the last part of `model`."
 
-    models_path: Annotated[str, Meta(pattern="^/", description="that is an absolute path")] = "/srv/models"
+    models_path: Annotated[
+        str, Meta(pattern="^/[^$}]*$", description="that is an absolute path without $ and }")
+    ] = "/srv/models"
     "Folder of the host that compose mounts as `/models`."
 
     models_claim: Annotated[str, Meta(pattern=NAME)] = "models"
@@ -124,7 +131,9 @@ class DeploySettings:
     worker_memory_bytes: Annotated[int, Size, Meta(ge=1 << 20)] = 64 << 30
     "Main memory of each pod that computes, with the model where there is no GPU."
 
-    ssd_path: Annotated[str, Meta(pattern="^(/.*)?$", description="that is an absolute path, or empty")] = ""
+    ssd_path: Annotated[
+        str, Meta(pattern="^(/[^$]*)?$", description="that is an absolute path without $, or empty")
+    ] = ""
     "Folder on each node's host for the SSD tier; empty: none."
 
     ssd_size_bytes: Annotated[int, Size, Meta(ge=0)] = 0
@@ -135,6 +144,9 @@ class DeploySettings:
 
     docs_url: Annotated[str, Meta(pattern="^[^\\s#?]+$")] = "docs"
     "Where alerts link to for what to do: the address of a copy of `docs/`, or its path in the checkout."
+
+    gateway_hosts: tuple[str, ...] = ()
+    "Host names and addresses of the gateway, for which the certificate that `make_secrets` creates is, too."
 
     make_secrets: bool = False
     "Also create the credentials that the folder `secrets` lacks; existing ones stay."
@@ -333,7 +345,7 @@ def render(given: Invocation) -> None:
             write_whole(file, text, "out")
             print(file)
         if settings.make_secrets:
-            for file in make_credentials(settings.out / SECRETS):
+            for file in make_credentials(settings.out / SECRETS, settings.gateway_hosts):
                 print(file)
     except OSError as error:
         raise InvalidArgument("out", str(settings.out), f"a folder to write to ({error})") from error
@@ -347,6 +359,7 @@ def files_of(settings: DeploySettings) -> dict[str, str]:
     found |= boards.files(settings)
     found |= compose.files(settings)
     found |= kubernetes.files(settings)
+    found[".gitignore"] = f"{SECRETS}/*\n!{SECRETS}/kustomization.yaml\n"
     return {path: _text(path, content) for path, content in sorted(found.items())}
 
 
@@ -374,27 +387,48 @@ def _text_of(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text_of)
 
 
-def make_credentials(folder: Path) -> list[Path]:
+def make_credentials(folder: Path, hosts: Sequence[str] = ()) -> list[Path]:
     """Create what ``folder`` lacks: certificates, the operators' key, and a key of one client.
 
-    Returns the files that were created. All are of mode 0600 and the folder of 0700.
+    Returns the files that were created. Keys are of mode 0600 and the folder of 0700.
+
+    Args:
+        hosts: names of the gateway for which the programs' certificate is, too.
+
+    Raises:
+        InvalidArgument: both files with the operators' key exist, and have different ones.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)  # it may exist with a wider one: its kustomization was written before
     made: list[Path] = []
     if not (folder / "node.pem").exists():
-        made += make(CertsSettings(folder=folder, name="node"))
+        names = tuple(dict.fromkeys((*CertsSettings.host, *hosts)))
+        made += make(CertsSettings(folder=folder, name="node", host=names))
     if not (folder / "prometheus.pem").exists():
         made += make(CertsSettings(folder=folder, name="prometheus", role="admin"))
-    key, environment = folder / "admin.key", folder / "admin.env"
-    if not key.exists():
-        made += [_secret(key, secrets.token_urlsafe(24))]
-    if not environment.exists():
-        made += [_secret(environment, f"ADMIN_API_KEY={key.read_text()}\n")]
+    made += _operators_key(folder / "admin.key", folder / "admin.env")
     clients = folder / "clients.toml"
     if not clients.exists():
         entry = f'[[keys]]\nname = "first"\nkey = "sk-{secrets.token_urlsafe(24)}"\n'
         made += [_secret(clients, entry)]
     return made
+
+
+def _operators_key(key_file: Path, environment: Path) -> list[Path]:
+    """Create what is missing of the two files with the operators' key, with the key of the other one."""
+    keys = {file: _key_in(file) for file in (key_file, environment) if file.exists()}
+    if len(set(keys.values())) > 1:
+        raise InvalidArgument("out", str(key_file), f"the key in {environment}; remove one of both, or both")
+    key = next(iter(keys.values()), secrets.token_urlsafe(24))
+    texts = {key_file: key, environment: f"{ENVIRONMENT_KEY}={key}\n"}
+    return [_secret(file, text) for file, text in texts.items() if file not in keys]
+
+
+def _key_in(file: Path) -> str:
+    lines = [line.removeprefix(f"{ENVIRONMENT_KEY}=") for line in file.read_text().split()]
+    if len(lines) != 1:
+        raise InvalidArgument("out", str(file), "a file with the operators' key and nothing else")
+    return lines[0]
 
 
 def _secret(file: Path, text: str) -> Path:

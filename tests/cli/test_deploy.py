@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 
 from mooncake import config
 from mooncake.cli import kubernetes
@@ -83,7 +84,7 @@ def test_the_repository_has_what_the_defaults_render() -> None:
         assert (ROOT / "deploy" / path).read_text() == text, (
             f"deploy/{path} differs; run `mooncake deploy render`"
         )
-    ours = {"Containerfile", ".gitignore"}
+    ours = {"Containerfile"}
     found = {
         str(path.relative_to(ROOT / "deploy")) for path in (ROOT / "deploy").rglob("*") if path.is_file()
     }
@@ -421,6 +422,38 @@ def test_credentials_are_private_and_kept(tmp_path: Path) -> None:
     (folder / "admin.env").unlink()
     assert make_credentials(folder) == [folder / "admin.env"]
     assert {path: path.read_bytes() for path in made} == before
+    (folder / "admin.key").unlink()
+    assert make_credentials(folder) == [folder / "admin.key"]
+    assert {path: path.read_bytes() for path in made} == before
+
+
+def test_a_folder_that_exists_becomes_private(tmp_path: Path) -> None:
+    folder = written(DeploySettings(), tmp_path) / "secrets"
+    folder.chmod(0o755)
+    make_credentials(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    ignored = (tmp_path / ".gitignore").read_text().splitlines()
+    assert ignored == ["secrets/*", "!secrets/kustomization.yaml"]
+
+
+def test_two_keys_of_operators_are_refused(tmp_path: Path) -> None:
+    make_credentials(tmp_path)
+    (tmp_path / "admin.key").write_text("another")
+    with pytest.raises(InvalidArgument, match=r"admin\.key.*admin\.env"):
+        make_credentials(tmp_path)
+
+
+def test_the_certificate_is_for_the_gateway_s_names(tmp_path: Path) -> None:
+    make_credentials(tmp_path, ("llm.example", "10.0.0.7"))
+    found = x509.load_pem_x509_certificate((tmp_path / "node.pem").read_bytes())
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "llm.example"]
+    assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
+
+
+def test_the_image_has_every_extra_that_a_container_uses() -> None:
+    (extras,) = re.findall(r'extras="([a-z,]+)', (ROOT / "deploy" / "Containerfile").read_text())
+    assert set(extras.split(",")) == {"cli", "gateway", "grpc", "otel", "tls"}
 
 
 @pytest.mark.parametrize(
@@ -444,6 +477,10 @@ def test_settings_that_contradict_each_other_are_named(fields: dict[str, Any], f
         {"image": "a\nb"},
         {"namespace": "Mooncake"},
         {"models_path": "relative"},
+        {"models_path": "/a}b"},
+        {"model": "/models/$(POD_IP)"},
+        {"served_model_name": "a$HOME"},
+        {"ssd_path": "/$a"},
     ],
 )
 def test_values_that_would_change_a_manifest_s_meaning_are_refused(flags: dict[str, str]) -> None:
@@ -452,7 +489,7 @@ def test_values_that_would_change_a_manifest_s_meaning_are_refused(flags: dict[s
 
 
 def test_a_pattern_is_described_in_words() -> None:
-    with pytest.raises(InvalidArgument, match=r"allowed: text that is a path below /models$"):
+    with pytest.raises(InvalidArgument, match=r"allowed: text that is a path below /models without \$$"):
         config.load(DeploySettings, {"model": "/m"}, {})
 
 
