@@ -144,11 +144,11 @@ ALERTS = (
     Alert(
         "MooncakeGatewayFails",
         # Not those of probes: /ready answers 503 while a cluster starts.
-        'sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*", status=~"5.."}[5m]))'
+        'sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*", status=~"5..|broken"}[5m]))'
         ' > 0.05 * sum(rate(mooncake_gateway_requests_total{endpoint=~"/v1/.*"}[5m]))',
         "5m",
         "critical",
-        "More than one request in twenty fails.",
+        "More than one request in twenty fails, or its stream breaks.",
     ),
     Alert(
         "MooncakeRequestsRejected",

@@ -50,7 +50,7 @@ from mooncake.http.openai import (
     model_not_found,
     parse_request,
 )
-from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect, unnamed_error
+from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect
 from mooncake.rpc.client import split_address
 from mooncake.types import InstanceId, WorkerRole
 
@@ -417,11 +417,7 @@ async def _moved(
 
     async def events() -> AsyncGenerator[bytes, None]:
         yield _event({"status": "started", "to": body.to})
-        try:
-            found = await act()
-        except ApiError as error:
-            yield unnamed_error(error)
-            return
+        found = await act()
         yield _event({"status": "done", **msgspec.to_builtins(found)})
         yield STREAM_END
 

@@ -161,7 +161,7 @@ async def _call(gateway: Gateway, path: str, request: Mapping[str, Any], headers
 
 
 async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGenerator[bytes, None]:
-    """Yield the pieces for the client. An error before the first raises ApiError; a later one is an event."""
+    """Yield the pieces for the client. Raises ApiError at any time."""
     is_complete = has_begun = False
     pieces = answer.answer()
     try:
@@ -185,7 +185,7 @@ async def _accounted(answer: ProxiedRequest, http: Request, slo: Any) -> AsyncGe
             message = "the gateway failed while answering; its log has the traceback"
             error = ApiError(500, message, code="internal_error")
         log.warning("stream_interrupted", id=http.state.answer_id, reason=str(error))
-        yield answer.api.error_event(error)
+        raise error
     finally:
         client: Client | None = http.state.client
         if not is_complete and client is not None:

@@ -49,6 +49,7 @@ from mooncake.http.openai import (
     to_json,
 )
 from mooncake.http.server import HttpServer, listen, listen_for_metrics
+from mooncake.http.sse import EventStreamResponse, StreamOutcome
 from mooncake.log import get_logger
 from mooncake.security import Identity, check_address, is_loopback, process_identity
 
@@ -56,7 +57,8 @@ log = get_logger(__name__)
 
 _requests = Counter(
     "mooncake_gateway_requests",
-    "HTTP requests by endpoint and status.",
+    "HTTP requests by endpoint and status, when their answers have ended; broken: a stream that began with "
+    "status 200 and ended with an error event or without its end.",
     ["endpoint", "status"],
     registry=metrics.registry,
 )
@@ -396,7 +398,7 @@ async def _relay(
     if has_rules:  # what is embedded is not a prompt
         content = await cleaned(gateway.hygiene_rules, http, content)
     response = await serve(content)
-    _requests.labels(_endpoint(http), 200).inc()
+    _count_answer(http, response)
     return response
 
 
@@ -413,8 +415,20 @@ async def _dispatch(
         response = await serve_any_engine(gateway, http, api, content)
     else:
         response = await serve_own_workers(gateway, http, await large_json.decoded(content, parse))
-    _requests.labels(_endpoint(http), 200).inc()
+    _count_answer(http, response)
     return response
+
+
+_STATUS_OF = {StreamOutcome.COMPLETE: "200", StreamOutcome.BROKEN: "broken", StreamOutcome.CLIENT_LEFT: "499"}
+
+
+def _count_answer(http: Request, response: Response) -> None:
+    """Count a request that was served: a stream at its end, as it may break until then."""
+    endpoint = _endpoint(http)
+    if isinstance(response, EventStreamResponse):
+        response.on_outcome = lambda outcome: _requests.labels(endpoint, _STATUS_OF[outcome]).inc()
+    else:
+        _requests.labels(endpoint, 200).inc()
 
 
 def _authenticate(gateway: Gateway, http: Request) -> None:

@@ -313,26 +313,19 @@ class OwnWorkersAnswer:
         return self._writer.whole([one.whole() for one in joined], self._usage())
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events. The first comes with the first token; errors before it raise ApiError."""
+        """Yield server-sent events. The first comes with the first token. Raises ApiError at any time."""
         opening: bytes | None = self._writer.opening(len(self._choices))
         options = self._request.stream_options
         merged = self._merged()
-        try:
-            async with contextlib.aclosing(merged):
-                async for piece in merged:
-                    if not (piece.text or piece.token_ids or piece.finish_reason):
-                        continue
-                    if opening:
-                        yield opening
-                    opening = None
-                    with_usage = options is not None and options.continuous_usage_stats
-                    yield self._writer.chunk(piece, self._usage() if with_usage else None)
-        except ApiError as error:
-            if opening is not None:
-                raise
-            # Too late for an HTTP status: the error is an event, and no [DONE] follows.
-            yield b"data: " + error.body() + b"\n\n"
-            return
+        async with contextlib.aclosing(merged):
+            async for piece in merged:
+                if not (piece.text or piece.token_ids or piece.finish_reason):
+                    continue
+                if opening:
+                    yield opening
+                opening = None
+                with_usage = options is not None and options.continuous_usage_stats
+                yield self._writer.chunk(piece, self._usage() if with_usage else None)
         if self._request.include_usage:
             yield self._writer.usage_chunk(self._usage())
         yield STREAM_END

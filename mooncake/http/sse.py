@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -88,10 +89,21 @@ def unnamed_error(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
 
+class StreamOutcome(StrEnum):
+    """How a stream has ended, whose status is always that of its beginning."""
+
+    COMPLETE = "complete"
+    BROKEN = "broken"
+    "With an event that is an error, or without its end."
+    CLIENT_LEFT = "client left"
+    "Or it did not read until the deadline."
+
+
 class EventStreamResponse(Response):
     """Response that writes events as they are made and stops making them when the client leaves.
 
-    ``first`` was taken from ``events`` already; ``on_end`` is called once in every case. A server that
+    ``first`` was taken from ``events`` already; an ``ApiError`` that these raise becomes the last event.
+    ``on_end`` is called once in every case, and then ``on_outcome``. A server that
     closes before its answers have ended cancels them: then the last event is an error. At ``deadline`` the
     answer ends even if the client reads nothing: then no error can be sent, and the connection is closed.
     """
@@ -114,6 +126,7 @@ class EventStreamResponse(Response):
         self._first = first
         self._events = events
         self._on_end = on_end
+        self.on_outcome: Callable[[StreamOutcome], None] = _ignore
         self._is_in_the_middle = False
         self._deadline = deadline
         self._error_event = error_event
@@ -122,11 +135,10 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(_until_disconnect(receive))
-        is_read = True
+        is_read, outcome = True, StreamOutcome.BROKEN
         try:
             is_read = await self._until_over(writing, leaving)
-            if writing.done():
-                writing.result()
+            outcome = writing.result() if writing.done() else StreamOutcome.CLIENT_LEFT
         except asyncio.CancelledError:
             await _cancel(writing)
             if self._is_in_the_middle:
@@ -137,12 +149,15 @@ class EventStreamResponse(Response):
             await _cancel(writing, leaving)
             await self._events.aclose()
             self._on_end()
+            self.on_outcome(outcome)
             if not is_read:
                 scope.get("extensions", {}).get(CLOSE_EXTENSION, {"now": _no_close})["now"]()
 
-    async def _until_over(self, writing: asyncio.Future[None], leaving: asyncio.Future[None]) -> bool:
+    async def _until_over(
+        self, writing: asyncio.Future[StreamOutcome], leaving: asyncio.Future[None]
+    ) -> bool:
         """Wait for either task. False when the deadline has passed and the client reads nothing."""
-        both = {writing, leaving}
+        both: set[asyncio.Future[Any]] = {writing, leaving}
         left_s = max(0.0, self._deadline - clock.monotonic())
         wait_s = None if left_s == math.inf else left_s
         done, _ = await asyncio.wait(both, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -153,19 +168,29 @@ class EventStreamResponse(Response):
             )
         return bool(done)
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send) -> StreamOutcome:
+        outcome = StreamOutcome.COMPLETE
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._is_in_the_middle = True
         await self._send(send, self._first)
-        async for event in self._events:
-            await self._send(send, event)
+        try:
+            async for event in self._events:
+                await self._send(send, event)
+        except ApiError as error:  # too late for an HTTP status, and no [DONE] follows
+            outcome = StreamOutcome.BROKEN
+            await self._send(send, self._error_event(error))
         self._is_in_the_middle = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return outcome
 
     async def _send(self, send: Send, event: bytes) -> None:
         self._is_sending = True
         await send({"type": "http.response.body", "body": event, "more_body": True})
         self._is_sending = False
+
+
+def _ignore(outcome: StreamOutcome) -> None:
+    """Do nothing, for streams that are not counted."""
 
 
 def _no_close() -> None:

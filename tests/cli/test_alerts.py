@@ -119,6 +119,14 @@ CASES: dict[str, tuple[Series, Series]] = {
     ),
 }
 FIRING_TOO: list[tuple[str, Series]] = [
+    # Streams that broke after they had begun.
+    (
+        "MooncakeGatewayFails",
+        {
+            'mooncake_gateway_requests_total{endpoint="/v1/completions", status="broken"}': "0+10x300",
+            'mooncake_gateway_requests_total{endpoint="/v1/completions", status="200"}': "0+100x300",
+        },
+    ),
     # What is lost in vLLM, one operation after the other, also where nothing ever succeeded.
     ("MooncakeLoadsFail", {"vllm:mooncake_connector_lookup_failures_total": "0+12x300"}),
     (

@@ -19,6 +19,7 @@ from mooncake.gateway.app import create_app, create_operator_app, serve
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.http.server import listen
 from mooncake.inference.tokenizer import Tokenizer
+from mooncake.metrics import registry
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
 from tests.gateway.doubles import MAX_MODEL_LEN, answer_ids, answer_text, doubles
 from tests.gateway.engines import Engine, Wire
@@ -332,6 +333,26 @@ async def test_a_deadline_in_mid_stream_is_an_event(tokenizer: Tokenizer) -> Non
         stack.decode[0].stall_after = 2
         streamed = await stack.stream(PROMPT, 8)
         assert json.loads(streamed.events[-1].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
+def num_streams(status: str) -> float:
+    labels = {"endpoint": TEXT, "status": status}
+    return registry.get_sample_value("mooncake_gateway_requests_total", labels) or 0.0
+
+
+@pytest.mark.parametrize(("how", "status"), [("whole", "200"), ("late", "broken"), ("left", "499")])
+async def test_a_stream_is_counted_by_its_end(tokenizer: Tokenizer, how: str, status: str) -> None:
+    seen = {one: num_streams(one) for one in ("200", "499", "broken")}
+    body = {"prompt": PROMPT, "max_tokens": 8, "stream": True}
+    async with running(tokenizer, num_decode=1, request_timeout_s=0.5 if how == "late" else 60.0) as stack:
+        stack.decode[0].stall_after = None if how == "whole" else 2
+        async with stack.session.post(stack.url + TEXT, json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            if how != "left":
+                await response.read()
+        await until(lambda: num_streams(status) > seen[status])
+    changed = {one: num_streams(one) - before for one, before in seen.items() if num_streams(one) > before}
+    assert changed == {status: 1.0}
 
 
 async def test_too_many_at_once_are_refused_with_the_time_to_retry(tokenizer: Tokenizer) -> None:

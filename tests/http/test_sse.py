@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mooncake.errors import ProtocolError
 from mooncake.http import sse
 from mooncake.http.server import HttpServer, listen
-from mooncake.http.sse import EventParser, EventStreamResponse, data_of, name_of
+from mooncake.http.sse import EventParser, EventStreamResponse, StreamOutcome, data_of, name_of
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
@@ -62,9 +62,12 @@ async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
 
     @app.get("/")
     async def answer() -> Response:
-        return EventStreamResponse(b"data: first\n\n", events(), {}, ended.set)
+        response = EventStreamResponse(b"data: first\n\n", events(), {}, ended.set)
+        response.on_outcome = outcomes.append
+        return response
 
     ended = asyncio.Event()
+    outcomes: list[StreamOutcome] = []
     server = HttpServer(app, listen("127.0.0.1", 0), grace_s=1.0)
     await server.start()
     async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{server.port}/") as response:
@@ -73,4 +76,4 @@ async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
         rest = await response.content.read()
         assert b"gateway_stopping" in rest
         await closing
-    assert ended.is_set()
+    assert ended.is_set() and outcomes == [StreamOutcome.BROKEN]
