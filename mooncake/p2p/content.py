@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import json
 import os
 import stat
 import threading
@@ -36,6 +35,7 @@ from mooncake.p2p.manifest import (
     chunk_bytes_for,
     chunk_sizes_of,
     path_trouble,
+    sendable_items,
 )
 from mooncake.transfer.memory import span_and_export
 
@@ -49,6 +49,17 @@ ELEMENT_BYTES = {
 NUM_HASH_THREADS = 4
 MAX_OPEN_FILES = 256
 """Files that a folder keeps open: one may have more files than a process may open."""
+
+
+class _HeaderTensor(msgspec.Struct):
+    """An entry of a safetensors file's header."""
+
+    dtype: str
+    data_offsets: tuple[int, int]
+
+
+_header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tensor_decoder = msgspec.json.Decoder(_HeaderTensor)
 
 Noted = Callable[[int, int], None]
 """Callback with (bytes done, bytes in all)."""
@@ -368,9 +379,10 @@ def make_manifest(
     """Compute the digests of all chunks of ``content``.
 
     Raises:
-        InvalidArgument: it would have too many chunks.
+        InvalidArgument: it would have too many chunks, or names that no peer accepts.
         StorageError: it can't be read.
     """
+    items = sendable_items(items)
     size_bytes = sum(item.size_bytes for item in items)
     chunk_bytes = chunk_bytes_for(size_bytes)
     places: list[tuple[int, int, int]] = []
@@ -404,18 +416,19 @@ def _tensors_of(path: Path) -> list[TensorSpan]:
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, path.stat().st_size - 8):
                 return []
-            header = json.loads(file.read(header_bytes))
+            header = _header_decoder.decode(file.read(header_bytes))
         start, size = 8 + header_bytes, path.stat().st_size
         spans = []
-        for name, one in header.items():
+        for name, encoded in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = one["data_offsets"]
-            element = ELEMENT_BYTES.get(one["dtype"], 1)
+            one = _tensor_decoder.decode(encoded)
+            begin, end = one.data_offsets
+            element = ELEMENT_BYTES.get(one.dtype, 1)
             if not 0 <= begin <= end <= size - start or (end - begin) % element:
                 return []
             spans.append(TensorSpan(name, element, start + begin, end - begin))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return []
     return sorted(spans, key=lambda span: (span.offset, span.name))
 

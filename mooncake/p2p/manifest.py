@@ -32,6 +32,8 @@ MAX_CHUNKS = 1 << 20
 MAX_ITEMS = 1 << 16
 MAX_TENSORS = 1 << 18
 MAX_MANIFEST_BYTES = 60 << 20
+_MAX_ITEMS_BYTES = MAX_MANIFEST_BYTES - MAX_CHUNKS * (DIGEST_BYTES + 5) - 1024
+"""Part of a manifest for names, beside the digests and sizes of the most chunks."""
 MAX_NAME_BYTES = 1024
 MAX_BELIEVED_NUMBER = 1 << 31
 """Numbers of versions above it are not counted on from: a peer may announce any."""
@@ -167,6 +169,26 @@ def decode_manifest(encoded: bytes, digest: str) -> Manifest:
     return manifest
 
 
+def sendable_items(items: Sequence[ManifestItem]) -> list[ManifestItem]:
+    """The items of a new manifest, by the rules of ``decode_manifest``: a peer that registers what all others
+    refuse would be excluded by them. Without tensors, which only save bytes, where these are too many.
+
+    Raises:
+        InvalidArgument: a name is wrong, or there are too many items.
+    """
+    if len(items) > MAX_ITEMS:
+        raise InvalidArgument("contents", len(items), f"at most {MAX_ITEMS} files or buffers")
+    trouble = _items_trouble(items)
+    if trouble:
+        raise InvalidArgument("contents", trouble, "names and sizes that peers accept")
+    num_tensors = sum(len(item.tensors) for item in items)
+    if num_tensors > MAX_TENSORS or len(_encoder.encode(list(items))) > _MAX_ITEMS_BYTES:
+        items = [ManifestItem(item.name, item.size_bytes) for item in items]
+        if len(_encoder.encode(items)) > _MAX_ITEMS_BYTES:
+            raise InvalidArgument("contents", len(items), "shorter names, or fewer files or buffers")
+    return list(items)
+
+
 def is_digest(text: str) -> bool:
     """Whether ``text`` has the form of a version's digest: 64 hexadecimal digits in lower case."""
     return len(text) == 2 * DIGEST_BYTES and all(c in "0123456789abcdef" for c in text)
@@ -267,17 +289,21 @@ def _trouble(found: _Encoded) -> str:
         return f"its format is {found.format[:40]!r}, kind {found.kind[:40]!r}"
     if len(found.digests) != DIGEST_BYTES * len(found.chunk_sizes):
         return "the number of its digests is wrong"
-    names = [item.name for item in found.items]
+    return _items_trouble(found.items) or _size_trouble(found)
+
+
+def _items_trouble(items: Sequence[ManifestItem]) -> str:
+    names = [item.name for item in items]
     if names != sorted(set(names)):
         return "its names are not in order, or not distinct"
     files = set(names)
-    for item in found.items:
+    for item in items:
         why = path_trouble(item.name) or _item_trouble(item)
         if not why and any(folder in files for folder in _folders_of(item.name)):
             why = "one of its folders is a file"
         if why:
             return f"{item.name[:80]!r}: {why}"
-    return _size_trouble(found)
+    return ""
 
 
 def _folders_of(name: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 
 from mooncake.errors import InvalidArgument, StorageError
 from mooncake.p2p.content import BufferContent, FolderContent, file_states, find_files, make_manifest
-from mooncake.p2p.manifest import ManifestItem
+from mooncake.p2p.manifest import Manifest, ManifestItem, decode_manifest
 from tests.p2p.peers import ELEMENTS, write_model
 
 
@@ -29,13 +29,47 @@ def test_files_are_found_with_their_tensors(tmp_path: Path) -> None:
     assert small.offset + small.size_bytes == items[1].size_bytes
 
 
+def safetensors(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x10" + b"\0" * 7 + b'{"t": {"dtype":1'],
+    [
+        b"",
+        b"\xff" * 8,
+        b"\x02" + b"\0" * 7 + b"[]",
+        b"\x10" + b"\0" * 7 + b'{"t": {"dtype":1',
+        safetensors(b'{"t":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+        safetensors(b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'),
+        safetensors(b'{"t":{"dtype":"F32","shape":[1],"data_offsets":[0.5,4.0]}}'),
+        safetensors(b'{"t":{"dtype":[1],"shape":[1],"data_offsets":[0,4]}}'),
+    ],
+    ids=["empty", "number", "list", "cut", "deep", "surrogate", "fraction", "type"],
 )
 def test_a_damaged_safetensors_file_is_one_without_tensors(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     assert find_files(tmp_path) == [ManifestItem("m.safetensors", len(content))]
+
+
+def test_what_is_registered_is_what_peers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would exclude the peer for a manifest that is as it was asked for."""
+    content = BufferContent({"a": np.zeros(8), "a/b": np.zeros(8)})
+    with pytest.raises(InvalidArgument, match="one of its folders is a file"):
+        make_manifest("buffers", content.items, content)
+    content = BufferContent({"a": np.zeros(8), "b": np.zeros(8)})
+    assert accepted(make_manifest("buffers", content.items, content)).items == content.items
+    with monkeypatch.context() as few:
+        few.setattr("mooncake.p2p.manifest.MAX_TENSORS", 1)
+        found = accepted(make_manifest("buffers", content.items, content))
+        assert [(item.size_bytes, item.tensors) for item in found.items] == [(64, [])] * 2
+    monkeypatch.setattr("mooncake.p2p.manifest.MAX_ITEMS", 1)
+    with pytest.raises(InvalidArgument, match="at most 1 files or buffers"):
+        make_manifest("buffers", content.items, content)
+
+
+def accepted(manifest: Manifest) -> Manifest:
+    return decode_manifest(manifest.encoded, manifest.digest)
 
 
 def test_links_to_files_are_followed_and_may_be_confined(tmp_path: Path) -> None:
