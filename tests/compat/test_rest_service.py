@@ -186,14 +186,16 @@ async def test_bad_input_is_named(
     assert "request_failed" not in caplog.text
 
 
-@pytest.mark.parametrize("charset", ["nosuch", "hex"])
-async def test_a_body_in_an_unknown_encoding_is_bad_input(
+@pytest.mark.parametrize("charset", ["nosuch", "hex", "punycode", "utf-16"])
+async def test_a_body_in_another_encoding_is_bad_input(
     rest: RunningService, caplog: pytest.LogCaptureFixture, charset: str
 ) -> None:
     kind = {"Content-Type": f"application/json; charset={charset}"}
     status, answer = await rest.ask("PUT", "/api/put", {"key": "k", "value": "v"}, **kind)
     assert status == 400 and charset in answer["error"]
-    assert "request_failed" not in caplog.text
+    assert "request_failed" not in caplog.text and not rest.store.values
+    kind = {"Content-Type": "application/json; charset=UTF-8"}
+    assert (await rest.ask("PUT", "/api/put", {"key": "k", "value": "v"}, **kind))[0] == 200
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
