@@ -716,7 +716,7 @@ class AsyncObjectView:
             _check_lease(self._grant)
 
     async def _renew(self, grant: ReadGrant) -> None:
-        while True:
+        while clock.monotonic() < grant.expires_at:
             wait_s = _renewal_s(grant)
             await asyncio.sleep(wait_s)
             with contextlib.suppress(MooncakeError):
@@ -724,7 +724,10 @@ class AsyncObjectView:
 
 
 class LeaseKeeper:
-    """Renews the leases of open views from one thread, which ends when no view is open."""
+    """Renews the leases of open views from one thread, which ends when no view is open.
+
+    A lease that has ended is renewed no more: the end of its view raises, whether or not the master is back.
+    """
 
     def __init__(self, renew: Callable[[list[ReadGrant], float], object]) -> None:
         self._renew = renew
@@ -754,17 +757,27 @@ class LeaseKeeper:
             self._changed.notify()
 
     def _run(self) -> None:
+        is_cut_off = False
         while True:
             with self._changed:
-                if not self._grants:
+                if not self._lasting():
                     self._thread = None
                     return
                 wait_s = min(map(_renewal_s, self._grants.values()))
                 self._wakes_at = clock.monotonic() + wait_s
                 self._changed.wait(wait_s)
-                grants = list(self._grants.values())
+                grants = self._lasting()
             try:
                 if grants:
                     self._renew(grants, wait_s)
+                    is_cut_off = False
             except MooncakeError as error:
-                log.warning("lease_not_renewed", num_views=len(grants), reason=str(error))
+                if not is_cut_off:
+                    log.warning("lease_not_renewed", num_views=len(grants), reason=str(error))
+                is_cut_off = True
+
+    def _lasting(self) -> list[ReadGrant]:
+        """The grants whose leases have not ended; the others are dropped."""
+        now = clock.monotonic()
+        self._grants = {key: grant for key, grant in self._grants.items() if grant.expires_at > now}
+        return list(self._grants.values())

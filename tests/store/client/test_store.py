@@ -20,6 +20,8 @@ from mooncake.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from mooncake.store import AsyncStore, PutGrant, PutPolicy, Refusal, Store, StoreSettings
 from mooncake.store import messages as m
 from mooncake.store.client.effects import CallMaster, MoveSlices, Slices
+from mooncake.store.client.grants import ReadGrant
+from mooncake.store.client.store import LeaseKeeper
 from mooncake.transfer import Completion, Status
 from tests.store.test_processes import Processes, num_writable
 from tests.waiting import wait_until
@@ -205,6 +207,35 @@ async def test_an_asyncio_view_whose_bytes_are_in_use_at_its_end_is_not_kept_lea
         with pytest.raises(asyncio.CancelledError):
             await view._renewing
         assert next(in_use) == (VALUE[0],)
+
+
+def test_a_lease_that_has_ended_is_renewed_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """And an outage of the master is logged once, not at each of the renewals that it fails."""
+    num_renewals = 0
+
+    def renew(grants: list[ReadGrant], timeout_s: float) -> None:
+        nonlocal num_renewals
+        num_renewals += 1
+        if num_renewals > 1:
+            raise DeadlineExceeded("the master does not answer")
+        grants[0].expires_at += 0.1
+
+    keeper = LeaseKeeper(renew)
+    keeper.add(a_grant(0.1))
+    wait_until(lambda: keeper._thread is None)
+    assert num_renewals > 2
+    assert [one.getMessage() for one in caplog.records].count("lease_not_renewed") == 1
+
+
+async def test_an_asyncio_view_whose_lease_has_ended_renews_it_no_more() -> None:
+    async with AsyncStore("127.0.0.1:1") as store:
+        await asyncio.wait_for(store.view("k")._renew(a_grant(0.1)), 20.0)
+
+
+def a_grant(lease_s: float) -> ReadGrant:
+    replica = m.Replica("n", 1, 0)
+    sums = np.zeros(1, dtype=np.uint32)
+    return ReadGrant("k", 1, 1, None, 0, sums, clock.monotonic() + lease_s, 1, replica, [])
 
 
 def test_reads_that_need_not_be_checked(store: Store, processes: Processes) -> None:
