@@ -43,6 +43,14 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
         self._gets: dict[str, tuple[Store, ReadGrant]] = {}
         self._puts: dict[str, tuple[Store, PutGrant]] = {}
 
+    def close(self) -> int:
+        """As that of the lifecycle; all sessions on objects end with it."""
+        code = super().close()
+        with self._sessions_lock:  # those of a setup that came meanwhile stay
+            self._gets = {key: held for key, held in self._gets.items() if held[0] is self._store}
+            self._puts = {key: held for key, held in self._puts.items() if held[0] is self._store}
+        return code
+
     def _failed(self, keys: Sequence[str]) -> Callable[[int], list[int]]:
         """Result of a failed call: one code per key, or an empty list before ``setup``."""
         return lambda code: [code] * len(keys) if self._store is not None else []
@@ -84,9 +92,11 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 ]
                 good = read_parts(session, [g for _, g, _ in open_ones], [parts for _, _, parts in open_ones])
                 failed: list[int] = []
-                for (number, _, parts), is_good in zip(open_ones, good, strict=True):
+                for (number, grant, parts), is_good in zip(open_ones, good, strict=True):
                     results[number] = sum(length for _, _, length in parts)
-                    if not is_good:
+                    if is_good:
+                        session.store.keep(grant)  # its lease may have ended, and have been granted again
+                    else:
                         results[number] = int(StoreCode.OBJECT_NOT_FOUND)
                         failed.append(number)
                 if again or not failed:

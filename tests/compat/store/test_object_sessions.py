@@ -168,7 +168,9 @@ def test_sessions_before_setup_and_after_close(master: RunningMaster) -> None:
         key = new_key()
         assert store.put(key, b"value") == 0
         assert store.batch_get_session_start([key]) == [0]
+        assert store.batch_put_session_start([new_key()], [1]) == [0]
         assert store.close() == 0
+        assert not store._gets and not store._puts, "they would keep the client that is closed"
         arguments = ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address)
         assert store.setup(*arguments) == 0
         assert read(store, key, [(0, 1)])[0] == -600, "that session ended with its store"
