@@ -42,7 +42,8 @@ def _parse_segment_size(value: int | str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is not a size")
-    return setup_arguments.parse_size(int(value) if isinstance(value, float) else value)
+    is_float = isinstance(value, float)
+    return setup_arguments.whole_size(value) if is_float else setup_arguments.parse_size(value)
 
 
 def _parse_bool(value: float | str | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,25 @@ def test_sizes(text: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gb", "1 zb", "-1", None, [], True, "1..5gb", "1__0", "_1", "++1", "0x"]
+    "text",
+    [
+        "",
+        "gb",
+        "1 zb",
+        "-1",
+        None,
+        [],
+        True,
+        "1..5gb",
+        "1__0",
+        "_1",
+        "++1",
+        "0x",
+        "1e999",
+        "1e308 gb",
+        math.inf,
+        math.nan,
+    ],
 )
 def test_invalid_sizes(text: Any) -> None:
     with pytest.raises(ValueError):

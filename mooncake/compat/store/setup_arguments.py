@@ -8,6 +8,7 @@ no socket and no store.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -269,11 +270,15 @@ def parse_size(value: int | str) -> int:
     match = re.fullmatch(r"\s*\+?(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", digits)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{value!r} is not a size such as 4096, 16MB or '1.5 GB'")
-    return (
-        int(float(match[1]) * (1 << _UNITS[match[2].lower()]))
-        if not match[1].isdecimal()
-        else (int(match[1]) << _UNITS[match[2].lower()])
-    )
+    unit = 1 << _UNITS[match[2].lower()]
+    return int(match[1]) * unit if match[1].isdecimal() else whole_size(float(match[1]) * unit)
+
+
+def whole_size(size: float) -> int:
+    """Whole bytes of a size. Raises ValueError: it is infinite, or no number."""
+    if not math.isfinite(size):
+        raise ValueError(f"{size!r} is not a size")
+    return int(size)
 
 
 _BOOLEAN_VALUES = {
