@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,10 @@ def split_flags(
     given: dict[str, str] = {}
     remaining = list(arguments)
     may_be_unknown = _undefok(arguments)
+    being_read: dict[str, int] = {}
+    """Flag file -> number of arguments that are left behind its last line."""
     while remaining:
+        being_read = {path: behind for path, behind in being_read.items() if behind < len(remaining)}
         argument = remaining.pop(0)
         if argument == "--":
             break
@@ -113,7 +117,12 @@ def split_flags(
         if not is_special:
             given[name] = text
         elif name == "flagfile":
-            remaining[:0] = [line for file in text.split(",") for line in _lines(file)]
+            for file in text.split(","):
+                if os.path.realpath(file) in being_read:
+                    raise InvalidArgument("--flagfile", file, "no file that is being read: it would not end")
+            for file in reversed(text.split(",")):
+                being_read[os.path.realpath(file)] = len(remaining)
+                remaining[:0] = _lines(file)
         else:
             assert environment is not None
             remaining[:0] = _from(environment, text, must_exist=name == "fromenv")

@@ -284,6 +284,20 @@ def test_a_flag_file_and_the_environment(tmp_path: Path) -> None:
     assert (found.settings.port, found.settings.lease_s, found.settings.segment_ttl_s) == (7, 5.0, 3.0)
 
 
+def test_a_flag_file_that_names_itself_is_refused(tmp_path: Path) -> None:
+    """Reading it would not end. One that is named twice, one after the other, is read twice."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    first.write_text(f"--port=7\n--flagfile={second}\n")
+    for back in (first, second):
+        second.write_text(f"--client_ttl=3\n--flagfile={tmp_path}/./{back.name}\n")
+        with pytest.raises(InvalidArgument, match=back.name):
+            options(f"--flagfile={first}")
+    third.write_text("--client_ttl=4\n")
+    second.write_text(f"--flagfile={third},{third}\n--flagfile={third}\n")
+    found = options(f"--flagfile={first} --flagfile={second} --metrics_port=9")
+    assert (found.settings.port, found.settings.segment_ttl_s, found.settings.metrics_port) == (7, 4.0, 9)
+
+
 @pytest.mark.processes
 def test_a_process_of_that_name_serves() -> None:
     program = Path(sys.executable).with_name("mooncake_master")
