@@ -40,6 +40,9 @@ GONE_DELAY_S = 0.002
 has only the journals would take the old object to be there."""
 MAX_CHANGES = 4096
 """Maximum number of changes in one answer."""
+MAX_POLLED_BYTES = 8 << 20
+"""Most checksums in the changes of one answer, and about as many in its tasks: an object may have 4 MiB of
+them, and a message that is too large can't be sent, however often the node asks."""
 MAX_ATTEMPTS = 3
 MAX_GIVEN_UP = 4096
 CHECK_INTERVAL_S = 1.0
@@ -100,6 +103,8 @@ class _PendingPoll:
     arrived_at: float
     changes_due: float | None = None
     """When it is answered for the journal's changes alone."""
+    change_bytes: int = 0
+    """Checksums in the changes that wait."""
 
 
 class Tasks:
@@ -192,8 +197,10 @@ class Tasks:
             has_all = False
         if not has_all:
             segment.report_connection = event.connection
-            return m.Polled(segment.changes.first, segment.changes.take(MAX_CHANGES), [])
-        self._parked[segment] = _PendingPoll(event.origin, event.connection, max(0, message.max_tasks), now)
+            return m.Polled(segment.changes.first, _fitting(segment.changes.take(MAX_CHANGES)), [])
+        parked = _PendingPoll(event.origin, event.connection, max(0, message.max_tasks), now)
+        parked.change_bytes = sum(map(_checksum_bytes, segment.changes.take(MAX_CHANGES)))
+        self._parked[segment] = parked
         self._ripe.setdefault(segment, now)
         self._check_by(now)
         return None
@@ -411,6 +418,7 @@ class Tasks:
         segment.changes.add(change)
         parked = self._parked.get(segment)
         if parked is not None:
+            parked.change_bytes += _checksum_bytes(change)
             self._hurry(segment, parked, now)
         if len(segment.changes) >= MAX_CHANGES:
             self._ripe.setdefault(segment, now)
@@ -473,14 +481,16 @@ class Tasks:
         if not segment.is_alive and not is_over:
             return
         # Removals must be known there before new objects come: a late change would remove these again.
-        is_behind = len(segment.changes) > MAX_CHANGES
+        is_behind = len(segment.changes) > MAX_CHANGES or parked.change_bytes > MAX_POLLED_BYTES
         tasks = [] if is_behind else self._start_some(segment, parked, now)
         checks = [] if is_behind or self.checking is None else self.checking.take(segment, now)
         is_due = parked.changes_due is not None and parked.changes_due <= now
         changes = segment.changes.take(MAX_CHANGES)
+        if is_behind:
+            changes = _fitting(changes)
         if changes:
             self._hurry(segment, parked, now)
-        if tasks or checks or is_due or is_over or len(changes) == MAX_CHANGES:
+        if tasks or checks or is_due or is_over or is_behind or len(changes) == MAX_CHANGES:
             self._unpark(segment)
             self._catalog.replies.append(
                 Reply(parked.origin, m.Polled(segment.changes.first, changes, tasks, checks=checks))
@@ -492,11 +502,13 @@ class Tasks:
         if line is None or not segment.takes_objects(now):
             return tasks
         room = min(parked.max_tasks, self._catalog.settings.tasks_per_segment - line.num_under_way)
-        while len(tasks) < room and (line.urgent or line.others):
+        num_bytes = 0
+        while len(tasks) < room and num_bytes < MAX_POLLED_BYTES and (line.urgent or line.others):
             task = next(iter((line.urgent or line.others).values()))
             started = self._start(task, parked, now)
             if started is not None:
                 tasks.append(started)
+                num_bytes += len(started.entry.checksums)
         return tasks
 
     def _check_queues(self, now: float) -> None:
@@ -562,6 +574,20 @@ def entry_of(stored: StoredObject, offset: int) -> m.SegmentEntry:
         stored.parent,
         stored.policy.is_durable,
     )
+
+
+def _checksum_bytes(change: m.SegmentEntry | int) -> int:
+    return 0 if isinstance(change, int) else len(change.checksums)
+
+
+def _fitting(changes: list[m.SegmentEntry | int]) -> list[m.SegmentEntry | int]:
+    """The first changes, as many as fit into one answer; at least one."""
+    num_bytes = 0
+    for number, change in enumerate(changes):
+        num_bytes += _checksum_bytes(change)
+        if num_bytes > MAX_POLLED_BYTES and number:
+            return changes[:number]
+    return changes
 
 
 def _about(task: PlannedCopy) -> tuple[str, int, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mooncake.store import messages as m
+from mooncake.store.master import tasks
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS
 from tests.store.nodes import Nodes, Place
@@ -252,6 +253,40 @@ def test_the_tasks_of_a_segment_are_limited() -> None:
     assert len(b.poll(max_tasks=10)) == 5
     assert next(s for s in nodes.say(m.GetMasterStatus()).segments if s.segment == "b").num_tasks == 20
     assert len(b.work(*tasks)) == 4
+
+
+def test_an_answer_has_no_more_checksums_than_one_message_holds(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each object here has four bytes of them."""
+    monkeypatch.setattr(tasks, "MAX_POLLED_BYTES", 10)
+    Place(nodes, "a")
+    b = Place(nodes, "b")
+    keys = [f"k{n}" for n in range(5)]
+    nodes.put(*keys, host="a")
+    places = nodes.put(*(f"n{n}" for n in range(5)), host="b")
+    nodes.remove("n0")
+    for key in keys:
+        copy(nodes, key, "b")
+    assert b.answered() == [] and len(b.held) == 2
+    assert b.poll() == [] and len(b.held) == 4, "the changes come before the tasks"
+    assert len(b.poll()) == 3
+    assert b.held.keys() == {place.object_id for place in places[1:]}
+    assert len(b.poll()) == 2
+
+
+def test_a_change_that_is_larger_than_an_answer_is_sent_alone(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "MAX_POLLED_BYTES", 1)
+    a = Place(nodes, "a")
+    places = nodes.put("k", "l", "m", host="a")
+    nodes.wait(0.1)
+    for number in range(1, 4):
+        assert a.answered() == []
+        assert a.held.keys() == {place.object_id for place in places[:number]}
+        nodes.post(m.Poll("a", 7, [], a.seen, 16), a.connection, "a")
+        nodes.wait(0.0)
 
 
 def test_tasks_of_an_object_that_goes_are_cancelled(nodes: Nodes) -> None:
