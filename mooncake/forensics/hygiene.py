@@ -39,6 +39,9 @@ _MOST_JSON = 200
 _MOST_WRONG_JSON = 8
 """Beginnings of JSON in one text that turn out not to be JSON, after which the rest is left alone."""
 
+_MOST_WRITTEN_TOOLS = 2_000
+"""Tools in lines and sections of one text; the list that has more, and what follows it, is left alone."""
+
 _OBJECT = re.compile(r"\{\s*\"")
 _decoder = json.JSONDecoder()
 
@@ -210,11 +213,14 @@ def _texts_of(owner: dict[str, Any], name: str, is_system: bool) -> Iterator[_Pl
         yield _Place(owner, name, is_system)
     elif isinstance(content, list):
         parts = [one for one in content if isinstance(one, dict) and isinstance(one.get("text"), str)]
+        emptied: dict[int, dict[str, Any]] = {}
         for part in parts:
             was_empty = not part["text"]
             yield _Place(part, "text", is_system)
-            if not part["text"] and not was_empty and len(content) > 1:
-                content[:] = [one for one in content if one is not part]
+            if not part["text"] and not was_empty:
+                emptied[id(part)] = part
+        kept = [one for one in content if id(one) not in emptied]
+        content[:] = kept or [*emptied.values()][-1:]  # no API takes a message without any
 
 
 def _append(request: dict[str, Any], text: str) -> None:
@@ -296,19 +302,22 @@ def has_list_of_tools(text: str) -> bool:
 
 def _sorted_lists(rule: HygieneRule, text: str, position: int, applied: AppliedRules) -> str:
     """``text`` with the tools sorted of each JSON list of them, or of adjacent lines or sections."""
-    spans = [span for span in (*_lists_of_tools(text), *_written_lists(text)) if len(span) > 1]
-    spans.sort()
-    for span in reversed(spans):  # from the end, so that the positions before it stay true
-        pieces = [text[start:end] for start, end, _ in span]
-        names = [name for _, _, name in span]
-        order = [at for _, _, at in sorted(zip(names, pieces, range(len(span)), strict=True))]
-        if order == [*range(len(span))]:
-            continue
+    spans = sorted(span for span in (*_lists_of_tools(text), *_written_lists(text)) if len(span) > 1)
+    parts: list[str] = []
+    done = 0
+    for span in spans:
         first, last = span[0][0], span[-1][1]
+        if first < done:
+            continue  # in a tool of a list that has been sorted
+        tools = [(name, text[start:end]) for start, end, name in span]
+        by_name = sorted(tools)
+        if by_name == tools:
+            continue
         applied.note(rule, position + first, text[first:last])
-        for (start, end, _), at in reversed([*zip(span, order, strict=True)]):
-            text = text[:start] + pieces[at] + text[end:]
-    return text
+        for (start, end, _), (_, piece) in zip(span, by_name, strict=True):
+            parts += text[done:start], piece
+            done = end
+    return "".join((*parts, text[done:]))
 
 
 def _lists_of_tools(text: str) -> Iterator[list[tuple[int, int, str]]]:
@@ -316,7 +325,7 @@ def _lists_of_tools(text: str) -> Iterator[list[tuple[int, int, str]]]:
     span: list[tuple[int, int, str]] = []
     for start, end, value in _objects(text):
         name = _name_of(value) if "name" in value or isinstance(value.get("function"), Mapping) else ""
-        is_adjacent = bool(span) and re.fullmatch(r"\s*,?\s*", text[span[-1][1] : start]) is not None
+        is_adjacent = bool(span) and text[span[-1][1] : start].strip() in ("", ",")
         if not name or not is_adjacent:
             if span:
                 yield span
@@ -328,7 +337,8 @@ def _lists_of_tools(text: str) -> Iterator[list[tuple[int, int, str]]]:
 
 
 _ABOUT_TOOLS = re.compile(r"(?i:(?<!\w)(?:tools?|functions?|commands?|plugins?|skills?|apis?)(?!\w))")
-_TOOL_NAME = r"[`*_]*([A-Za-z_][\w.\-/]*)[`*_]*"
+# No character fits two of its parts that follow each other: else a long line would be tried in all ways.
+_TOOL_NAME = r"[`*_]*([A-Za-z][\w.\-/]*)[`*]*"
 _ITEM = re.compile(rf"([ \t]*(?:[-*•]|\d+[.)])[ \t]+){_TOOL_NAME}(?:\s*[:(]|\s+[-–—]\s|\s*$)")
 _HEADING = re.compile(rf"#{{1,6}}[ \t]+{_TOOL_NAME}\s*$")
 
@@ -338,10 +348,11 @@ def _written_lists(text: str) -> Iterator[list[tuple[int, int, str]]]:
     and numbers stay where they are, or adjacent sections. The line before must be about tools."""
     lines = text.split("\n")
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
-    number, before = 0, ""
+    number = num_tools = 0
+    is_about_tools = False
+    "Whether the last line with text is."
     while number < len(lines):
         line, span = lines[number], list[tuple[int, int, str]]()
-        is_about_tools = _ABOUT_TOOLS.search(before) is not None
         if is_about_tools and _ITEM.match(line):
             while number < len(lines) and (item := _ITEM.match(lines[number])) is not None:
                 span.append((starts[number] + item.end(1), starts[number + 1] - 1, item.group(2)))
@@ -354,16 +365,22 @@ def _written_lists(text: str) -> Iterator[list[tuple[int, int, str]]]:
                 span.append((first, starts[number] - 1, heading.group(1)))
                 number += 1
         else:
-            before = line if line.strip() else before
+            if line.strip():
+                is_about_tools = _ABOUT_TOOLS.search(line) is not None
             number += 1
             continue
-        before = ""
+        num_tools += len(span)
+        if num_tools > _MOST_WRITTEN_TOOLS:
+            return
+        is_about_tools = False
         yield span
 
 
 def _sorted_objects(rule: HygieneRule, text: str, position: int, applied: AppliedRules) -> str:
     """``text`` with the keys sorted of each JSON object in it."""
-    for start, end, value in reversed([*_objects(text)]):
+    parts: list[str] = []
+    done = 0
+    for start, end, value in _objects(text):
         before = text[start:end]
         indent = re.match(r"\{\n( +|\t+)", before)
         after = json.dumps(
@@ -375,8 +392,9 @@ def _sorted_objects(rule: HygieneRule, text: str, position: int, applied: Applie
         )
         if after != before and json.dumps(value) != json.dumps(value, sort_keys=True):
             applied.note(rule, position + start, before)
-            text = text[:start] + after + text[end:]
-    return text
+            parts += text[done:start], after
+            done = end
+    return "".join((*parts, text[done:]))
 
 
 def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:

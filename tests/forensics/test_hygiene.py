@@ -6,11 +6,13 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from mooncake.errors import InvalidArgument
+from mooncake.forensics import hygiene
 from mooncake.forensics.differences import Passages, difference
 from mooncake.forensics.hygiene import AppliedRules, apply_rules, read_rules
 from tests.forensics.agent_prompts import chatml, pair_of, prose, tool
@@ -236,3 +238,44 @@ def test_tools_in_lines_and_sections_are_sorted_and_other_lists_are_not() -> Non
     assert changed["messages"][0]["content"] == expected
     for text in ("Steps:\n- write: first\n- read: then", "Use tools:\nwrite: a\nread: b", "- b\n- a"):
         assert applied(["sort-tools"], chat(text, "hi"))[0] == chat(text, "hi")
+
+
+def test_many_tools_in_a_text_are_left_alone() -> None:
+    def listed(names: Sequence[str]) -> str:
+        return "Tools:\n" + "\n".join(f"- {name}: x" for name in names)
+
+    most = [f"t{number:05}" for number in reversed(range(hygiene._MOST_WRITTEN_TOOLS))]
+    assert applied(["sort-tools"], chat(listed(most)))[0] == chat(listed(sorted(most)))
+    text = f"{listed(['b', 'a'])}\n\n{listed(most)}"
+    expected = text.replace("- b: x\n- a: x", "- a: x\n- b: x")
+    assert applied(["sort-tools"], chat(text))[0] == chat(expected), "the list that is too long stays"
+
+
+def test_a_list_within_a_tool_that_moves_goes_with_it() -> None:
+    inner = '{"name": "y"}, {"name": "x"}'
+    text = f"Tools:\n- write: {inner}\n- read: Reads."
+    expected = f"Tools:\n- read: Reads.\n- write: {inner}"
+    assert applied(["sort-tools"], chat(text))[0] == chat(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Tools:\n- " + "_" * 100_000 + "!",
+        "Tools:\n## " + "_" * 100_000 + "!",
+        "Tools:\n- a" + "`" * 100_000 + " " * 100_000 + "!",
+        '{"name": "b"}' + " " * 1_000_000 + '.{"name": "a"}',
+        "word " * 100_000 + "\n" * 200_000,
+    ],
+    ids=["name", "heading", "marks", "gap", "blank lines"],
+)
+def test_the_work_grows_with_the_text_only(text: str) -> None:
+    """With the square of its length, this would not end."""
+    assert applied(["sort-tools"], chat(text))[0] == chat(text)
+
+
+def test_parts_that_are_left_empty_are_removed_together() -> None:
+    """With the square of their number, this would not end."""
+    parts = [{"type": "text", "text": "id: 1"} for _ in range(50_000)]
+    changed, _ = applied(["drop-line:^id:"], {"messages": [{"role": "user", "content": parts}]})
+    assert changed["messages"][0]["content"] == [{"type": "text", "text": ""}]
