@@ -226,6 +226,17 @@ def valid_versions(versions: Iterable[VersionInfo]) -> Iterator[VersionInfo]:
         yield msgspec.structs.replace(info, deltas=deltas[:MAX_DELTAS])
 
 
+def merged(one: VersionInfo, other: VersionInfo) -> VersionInfo:
+    """A version as two peers together have it."""
+    deltas = {delta.digest: delta for delta in (*one.deltas, *other.deltas)}
+    return msgspec.structs.replace(
+        other,
+        number=max(one.number, other.number),
+        num_have=max(one.num_have, other.num_have),
+        deltas=list(deltas.values())[:MAX_DELTAS],
+    )
+
+
 def _is_valid(info: VersionInfo) -> bool:
     is_counted = 0 <= info.num_have <= info.num_chunks <= MAX_CHUNKS and 0 < info.number < 1 << 62
     return is_version_name(info.name) and is_digest(info.digest) and info.size_bytes >= 0 and is_counted

@@ -126,7 +126,8 @@ class P2PStore:
         self.settings = settings or P2pSettings(port=0)
         self._identity = identity or process_identity()
         self._state_dir = state_dir
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._parts = contextlib.AsyncExitStack()
+        """What a start has made, the whole of it or a part."""
         self._held: dict[str, HeldVersion] = {}
         self._loading: dict[Path, tuple[HeldVersion, SwarmLoad | None]] = {}
         settings = self.settings
@@ -185,21 +186,31 @@ class P2PStore:
             InvalidArgument: other hosts can reach the address, and no authentication is configured.
             AddressInUse: a port is taken.
         """
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
         settings = self.settings
         check_address(settings.host, self._identity)
         if self._state_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="mooncake-p2p-")
-            self._state_dir = Path(self._temporary.name)
+            temporary = tempfile.TemporaryDirectory(prefix="mooncake-p2p-")
+            self._state_dir = Path(self._parts.enter_context(temporary))
         await asyncio.to_thread(remove_deltas, self._state_dir)  # of a process that was killed
+        self._parts.push_async_callback(asyncio.to_thread, remove_deltas, self._state_dir)
         host = settings.advertise_host or reachable_host(settings.host)
         transfer = settings.transfer.for_role(settings.host, host, tcp_port=settings.transfer_port)
         check_address(transfer.listen_host, self._identity)
         transfer = dataclasses.replace(transfer, transports=settings.network_transports)
         self.engine = TransferEngine(transfer, identity=self._identity, admitted=NODES_AND_ADMINS)
+        self._parts.push_async_callback(asyncio.to_thread, self.engine.close)
         self._sending = Slots(self.engine, settings.num_slots, is_shown=True)
         self._receiving = Slots(self.engine, settings.num_slots, is_shown=False)
         self._descriptor = self.engine.describe().encode()
         self.links = PeerLinks(self.engine, self._identity)
+        self._parts.push_async_callback(self.links.close)
         port = await self._server.start(settings.host, settings.port)
         self.address = with_port(host, port)
         self.peers.name_own(self.address)
@@ -211,29 +222,24 @@ class P2PStore:
             self._publisher = asyncio.create_task(self._directory.publish())
 
     async def close(self) -> None:
-        """Stop serving and loading; files stay as they are."""
+        """Stop serving and loading; files stay as they are. Loads under way raise Unavailable."""
         self._is_open = False
+        await asyncio.gather(*(load.close() for _, load in self._loading.values() if load is not None))
         if self._publisher is not None:
             self._publisher.cancel()
             await asyncio.gather(self._publisher, return_exceptions=True)
         await self._server.close()
         await asyncio.gather(*self._filling, return_exceptions=True)
         self._driver.close()
-        if not self.address:
-            return
-        others = self.peers.recent(clock.monotonic(), m.MAX_NAMED_PEERS)
-        await asyncio.gather(*(self._leave_peer(one) for one in others))
-        await self.links.close()
-        await asyncio.to_thread(self.engine.close)
+        if self.address:
+            others = self.peers.recent(clock.monotonic(), m.MAX_NAMED_PEERS)
+            await asyncio.gather(*(self._leave_peer(one) for one in others))
+            VERSIONS.set(0)
         for held in self._held.values():
             held.content.close()
         self._held.clear()
-        VERSIONS.set(0)
         await asyncio.gather(*self._removing, return_exceptions=True)
-        if self._state_dir is not None:
-            await asyncio.to_thread(remove_deltas, self._state_dir)
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        await self._parts.aclose()
 
     @property
     def _deltas_dir(self) -> Path:
@@ -504,17 +510,7 @@ class P2PStore:
             if digest in ("", info.digest) and number in (0, info.number):
                 for one in (info.digest, *(delta.digest for delta in info.deltas)):
                     holders.setdefault(one, {})[address] = None
-                before = found.get(info.digest)
-                deltas = {one.digest: one for one in (*(before.deltas if before else ()), *info.deltas)}
-                found[info.digest] = VersionInfo(
-                    info.name,
-                    max(info.number, before.number if before else 0),
-                    info.digest,
-                    info.size_bytes,
-                    info.num_chunks,
-                    max(info.num_have, before.num_have if before else 0),
-                    list(deltas.values())[: m.MAX_DELTAS],
-                )
+                found[info.digest] = m.merged(found.get(info.digest, info), info)
         self._holders = holders
         if not found:
             return None
@@ -725,6 +721,7 @@ class P2PStore:
             await asyncio.to_thread(reuse_chunks, held.manifest, ~held.have, others, write_here)
             await asyncio.sleep(0)  # the chunks that were added from the thread
             await self._use_delta(held, here, write_here)
+            self._check_open()
             load = SwarmLoad(
                 held,
                 write,

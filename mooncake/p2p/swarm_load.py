@@ -103,6 +103,7 @@ class SwarmLoad:
         self._abandoned: set[int] = set()
         self._absent_until: dict[str, float] = {}
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._has_ended = asyncio.Event()
 
     @property
     def num_peers(self) -> int:
@@ -112,10 +113,11 @@ class SwarmLoad:
         """Return when every chunk is there.
 
         Raises:
-            Unavailable: no chunk came for ``stall_s``.
+            Unavailable: no chunk came for ``stall_s``, or the load was closed.
             StorageError, OutOfSpace: a chunk can't be written.
         """
         if not self._download.num_missing:
+            self._has_ended.set()
             return
         look = asyncio.create_task(self._look_for_peers())
         try:
@@ -128,6 +130,12 @@ class SwarmLoad:
             await asyncio.gather(
                 look, *self._watching.values(), *self._fetching.values(), return_exceptions=True
             )
+            self._has_ended.set()
+
+    async def close(self) -> None:
+        """End the load, which has begun; returns when no peer is read any longer."""
+        self._finish(Unavailable(f"load {self._held.name or 'the delta'}: this peer was closed"))
+        await self._has_ended.wait()
 
     def story(self, peer: str) -> list[str]:
         """What happened with a peer, oldest first."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mooncake import clock
-from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, Unavailable
+from mooncake.errors import AccessDenied, AddressInUse, InvalidArgument, PeerLost, Unavailable
 from mooncake.http.server import HttpServer, listen
 from mooncake.metrics import registry
 from mooncake.p2p import LoadProgress, P2pSettings, P2PStore, store
@@ -27,7 +27,7 @@ from mooncake.p2p.peer_link import PeerDirectory
 from mooncake.p2p.swarm_peers import PeerRecord, SwarmPeers
 from mooncake.security import Identity, Role, SecuritySettings
 from mooncake.security.keys import format_secret
-from mooncake.transfer import TransferSettings
+from mooncake.transfer import TransferEngine, TransferSettings
 from mooncake.transfer.handshake import HandshakeClient
 from mooncake.transfer.metadata_server import make_app
 from tests.p2p.peers import LyingStore, contents, elements_of, running, write_model
@@ -680,6 +680,54 @@ async def test_a_closed_peer_refuses_to_register_and_to_load(tmp_path: Path) -> 
         with pytest.raises(Unavailable, match="closed"):
             await call
     assert one.held == []
+
+
+async def test_a_load_ends_when_its_peer_is_closed(tmp_path: Path) -> None:
+    """Its caller learns that at once, and not when no chunk has come for the longest time."""
+    async with running(1, stall_s=3600.0, chunk_s=3600.0) as (one,):
+        await one.register("m", write_model(tmp_path / "model"))
+        await one.register_buffers("w", {"a": bytearray(9)})
+        asked = asyncio.Event()
+
+        async def unanswered(message: Any, call: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        for begin in ("folder", "buffers"):
+            asked.clear()
+            one._server.handlers[m.FetchChunk] = unanswered
+            async with running(1, one.address, stall_s=3600.0, chunk_s=3600.0) as (two,):
+                load = asyncio.create_task(
+                    two.get("m", tmp_path / "copy")
+                    if begin == "folder"
+                    else two.get_buffers("w", {"a": bytearray(9)})
+                )
+                await asked.wait()
+                await two.close()
+                with pytest.raises(Unavailable, match="this peer was closed"):
+                    await load
+                assert two.held == [] and two.progress_of(tmp_path / "copy") is None
+
+
+async def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with P2PStore(P2pSettings(port=0)) as one:
+        before = os.listdir(tmp_path)
+        port = int(one.address.rpartition(":")[2])
+        two = P2PStore(P2pSettings(port=port))
+        closed: list[Any] = []
+        close = TransferEngine.close
+
+        def noted(engine: TransferEngine) -> None:
+            closed.append(engine)
+            close(engine)
+
+        monkeypatch.setattr(TransferEngine, "close", noted)
+        with pytest.raises(AddressInUse):
+            await two.start()
+        assert closed == [two.engine] and os.listdir(tmp_path) == before
+        await two.close()
+        assert closed == [two.engine]
 
 
 async def test_a_load_that_is_cancelled_while_it_opens_its_folder_leaves_no_lock(
