@@ -298,7 +298,7 @@ class Catalog:
             stored = self.objects.begin(key, put_id, size_bytes, chunk_bytes, [extent], write_until)
             stored.account = account
             row.append(stored)
-        self.tenants.charge_row(account, segment, size_bytes * len(row))
+        self.tenants.charge_row(account, segment, size_bytes, len(row))
         self.records.append(SpaceHeld([(segment.name, offset) for offset in offsets], size_bytes))
         self._wake(write_until, row, None)
         return row

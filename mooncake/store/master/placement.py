@@ -25,12 +25,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 from mooncake.errors import Refusal
-from mooncake.store.allocator import ALIGNMENT_BYTES
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.eviction import MAX_SPARED
 from mooncake.store.master.objects import DEFAULT_POLICY, Extent, StoredObject
 from mooncake.store.master.segments import Segment, Segments
-from mooncake.store.master.tenants import Account
+from mooncake.store.master.tenants import Account, aligned
 from mooncake.store.messages import PutPolicy
 from mooncake.types import Tier
 
@@ -139,7 +138,7 @@ class SegmentPlacement:
         if not near:
             return None
         segment = self._preferred[0] if self._preferred else near[0][2]
-        size_bytes += -size_bytes % ALIGNMENT_BYTES
+        size_bytes = aligned(size_bytes)
         count = min(limit, segment.allocator.free_bytes // size_bytes)
         while count > 1:
             row_bytes = count * size_bytes
@@ -215,7 +214,7 @@ class FreeSpace:
         self, size_bytes: int, num_replicas: int, placement: SegmentPlacement, account: Account, now: float
     ) -> list[Extent] | Refusal:
         """Space for as many of the replicas as possible, at least one; evicts where none is free."""
-        if not account.has_room(size_bytes) and size_bytes > placement.largest_bytes:
+        if not account.has_room(aligned(size_bytes)) and size_bytes > placement.largest_bytes:
             return self._no_segment(size_bytes, now)  # before anything is evicted
         refusal = self.fit(size_bytes, account, now)
         if refusal is not None:
@@ -245,7 +244,7 @@ class FreeSpace:
     ) -> None:
         taken = [extents[0].segment]
         for segment in placement.others(taken):
-            if len(extents) == num_replicas or not account.has_room((len(extents) + 1) * size_bytes):
+            if len(extents) == num_replicas or not account.has_room((len(extents) + 1) * aligned(size_bytes)):
                 break
             if self._catalog.make_room(segment, size_bytes, now):
                 offset = segment.allocator.allocate(size_bytes)
@@ -255,8 +254,8 @@ class FreeSpace:
                 placement.freed(segment)
 
     def fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:
-        """Make room within the tenant's quota, by evicting its own objects."""
-        quota_bytes = account.quota_bytes
+        """Make room within the tenant's quota for an object, by evicting its own objects."""
+        size_bytes, quota_bytes = aligned(size_bytes), account.quota_bytes
         if quota_bytes is None or account.has_room(size_bytes):
             return None
         may_fit = size_bytes <= quota_bytes and self._may_fit(account, size_bytes, now)
@@ -293,7 +292,9 @@ class FreeSpace:
                     continue
                 chosen[member.object_id] = member
                 extents = member.complete(Tier.MEMORY)
-                released_bytes += member.size_bytes * sum(extent.held_until <= now for extent in extents)
+                released_bytes += aligned(member.size_bytes) * sum(
+                    extent.held_until <= now for extent in extents
+                )
                 parent = catalog.objects.readable.get(catalog.eviction.parent_of(member))
                 if parent is not None and self._may_follow(parent, chosen, now):
                     leaving.append(parent)

@@ -2,8 +2,9 @@
 """Accounts of tenants: how many bytes of memory each uses, and its quota.
 
 An account counts the memory of its tenant's objects, written or being written, once for each
-replica, and that of removed ones until it is released (``catalog.py``). SSD is not counted: a demoted
-object has left the quota. An object's scoped key names its tenant (``objects.py``). ``placement.py``
+replica, and that of removed ones until it is released (``catalog.py``). It counts what is allocated, so
+that many objects of one byte do not occupy 64 times their quota. SSD is not counted: a demoted object has
+left the quota. An object's scoped key names its tenant (``objects.py``). ``placement.py``
 decides what follows from a full account.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
+from mooncake.store.allocator import ALIGNMENT_BYTES
 from mooncake.store.master.eviction import MAX_SPARED
 from mooncake.store.master.log_records import QuotaSet, Record
 from mooncake.store.master.objects import Extent, ObjectState, StoredObject, is_name, scoped, split_scoped
@@ -23,6 +25,11 @@ from mooncake.types import Tier
 
 MAX_QUOTA_BYTES = (1 << 63) - 1
 """The largest quota, which fits the records and messages that carry it."""
+
+
+def aligned(size_bytes: int) -> int:
+    """Bytes that an object of this size takes in memory."""
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
 def check_tenant(tenant: str) -> Refusal | None:
@@ -69,6 +76,7 @@ class Account:
         return self.tenant or "default"
 
     def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be allocated."""
         return self.quota_bytes is None or self.used_bytes + size_bytes <= self.quota_bytes
 
     def status(self) -> m.QuotaStatus:
@@ -176,19 +184,19 @@ class Tenants:
             stored.account = self.account_of(stored.key)
         if extent.segment.tier is Tier.MEMORY:
             extent.is_charged = True
-            stored.account.used_bytes += stored.size_bytes
+            stored.account.used_bytes += aligned(stored.size_bytes)
 
-    def charge_row(self, account: Account, segment: Segment, num_bytes: int) -> None:
-        """``charge`` for objects on ``segment`` of so many bytes together. They name their ``account``, and
-        their extents that they are charged."""
+    def charge_row(self, account: Account, segment: Segment, size_bytes: int, num_objects: int) -> None:
+        """``charge`` for so many objects on ``segment``, each of ``size_bytes``. They name their ``account``,
+        and their extents that they are charged."""
         if segment.tier is Tier.MEMORY:
-            account.used_bytes += num_bytes
+            account.used_bytes += aligned(size_bytes) * num_objects
 
     def discharge(self, stored: StoredObject, extent: Extent) -> None:
         """Take the extent out of its tenant's account, if it is there."""
         if extent.is_charged:
             extent.is_charged = False
-            stored.account.used_bytes -= stored.size_bytes
+            stored.account.used_bytes -= aligned(stored.size_bytes)
             self.tidy(stored.account)
 
     def shown(self, stored: StoredObject) -> None:
@@ -227,7 +235,7 @@ class Tenants:
                 continue
             assert self.accounts[split_scoped(stored.key)[0]] is stored.account, stored
             tenant = stored.account.tenant
-            used[tenant] = used.get(tenant, 0) + stored.size_bytes * len(extents)
+            used[tenant] = used.get(tenant, 0) + aligned(stored.size_bytes) * len(extents)
             num_objects[tenant] = num_objects.get(tenant, 0) + stored.is_readable
         for tenant, account in self.accounts.items():
             assert account.used_bytes == used.get(tenant, 0), (tenant, account.used_bytes, used)

@@ -306,7 +306,7 @@ def test_a_device_that_fails_is_tried_again() -> None:
 
 def test_the_copy_counts_against_no_quota() -> None:
     nodes, _ = warmed()
-    assert nodes.master.catalog.tenants.account_of("k").used_bytes == 1000
+    assert nodes.master.catalog.tenants.account_of("k").used_bytes == 1024
 
 
 def test_the_log_sums_up_what_was_copied() -> None:

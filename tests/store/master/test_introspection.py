@@ -154,12 +154,12 @@ def test_memory_is_counted_for_each_replica(voice: Voice) -> None:
     voice.put("k", tenant="red", policy=m.PutPolicy(num_replicas=2))
     voice.start("l", tenant="red")
     voice.put("m")
-    assert quotas(voice) == {"red": (None, 3000, 1), "default": (None, 1000, 1)}
+    assert quotas(voice) == {"red": (None, 3072, 1), "default": (None, 1024, 1)}
     voice.remove("m")
     voice.say(m.Remove(["k"], False, "red"))
-    assert quotas(voice) == {"red": (None, 1000, 0)}
+    assert quotas(voice) == {"red": (None, 1024, 0)}
     voice.keep_alive(30, "a", "b")
-    assert quotas(voice) == {"red": (None, 1000, 0)}, "its writer may still be writing"
+    assert quotas(voice) == {"red": (None, 1024, 0)}, "its writer may still be writing"
     voice.keep_alive(5, "a", "b")
     assert quotas(voice) == {}
 
@@ -172,7 +172,7 @@ def test_a_tenant_over_its_quota_evicts_only_its_own(voice: Voice) -> None:
     voice.say(m.LookupObjects(["a"], "red"))
     voice.put("c", tenant="red")
     assert [voice.inspect(key, "red") is not None for key in "abc"] == [True, False, True]
-    assert voice.there("x") == "x" and quotas(voice)["red"] == (2500, 2000, 2)
+    assert voice.there("x") == "x" and quotas(voice)["red"] == (2500, 2048, 2)
 
 
 def test_a_quota_that_is_set_later_counts_what_is_there(voice: Voice) -> None:
@@ -180,10 +180,10 @@ def test_a_quota_that_is_set_later_counts_what_is_there(voice: Voice) -> None:
     voice.put("a", "b", "c", tenant="red")
     voice.say(m.SetQuota("red", 1500))
     voice.put("d", tenant="red")
-    assert quotas(voice)["red"] == (1500, 1000, 1)
+    assert quotas(voice)["red"] == (1500, 1024, 1)
     voice.say(m.SetQuota("red", None))
     voice.put("e", "f", tenant="red")
-    assert quotas(voice)["red"] == (None, 3000, 3)
+    assert quotas(voice)["red"] == (None, 3072, 3)
 
 
 @pytest.mark.parametrize("size_bytes", [-1, 1 << 63, 1 << 64])
@@ -199,11 +199,11 @@ def test_what_does_not_fit_is_refused_with_figures(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.say(m.SetQuota("red", 2500))
     voice.put("a", "b", tenant="red", policy=m.PutPolicy(is_hard_pinned=True))
-    for size_bytes in (501, 3000):
+    for size_bytes, counted in ((449, 512), (3000, 3008)):
         refusal = voice.start("c", size_bytes=size_bytes, tenant="red").refusals[0]
         assert refusal.code == "quota_exceeded"
-        assert refusal.reason == f"{size_bytes} bytes for tenant 'red', and 2000 of 2500 bytes are used"
-    voice.put("d", size_bytes=500, tenant="red")
+        assert refusal.reason == f"{counted} bytes for tenant 'red', and 2048 of 2500 bytes are used"
+    voice.put("d", size_bytes=448, tenant="red")
     assert voice.there("ab") == "", "those are keys of the default tenant"
 
 
@@ -236,7 +236,7 @@ def test_a_refused_tenant_leaves_no_account() -> None:
     voice.put("k", tenant="red")
     voice.say(m.SetQuota("red", None))
     assert voice.start("l", tenant="red").refusals[0].code == "unknown_tenant"
-    assert quotas(voice)["red"] == (None, 1000, 1), "an account with objects stays"
+    assert quotas(voice)["red"] == (None, 1024, 1), "an account with objects stays"
 
 
 @pytest.mark.parametrize("tenant", ["a\0b", "x" * 1025])
@@ -257,4 +257,4 @@ def test_a_successor_knows_the_quotas(voice: Voice) -> None:
         other = Voice(voice.master.settings)
         other.master.restore(records, 0.0)
         other.master.check()
-        assert quotas(other) == {"red": (2500, 1000, 1)}
+        assert quotas(other) == {"red": (2500, 1024, 1)}

@@ -258,6 +258,17 @@ def test_a_chain_makes_room_for_a_quota_from_its_end_on(pinned: str) -> None:
         assert sorted(voice.master.objects.readable) == ["red\0a", "red\0x"]
 
 
+@pytest.mark.parametrize("num_keys", [1, 4])
+def test_small_objects_count_with_what_they_take(voice: Voice, num_keys: int) -> None:
+    voice.mount("a", 64 * KIB)
+    keys = [f"k{number}" for number in range(num_keys)]
+    voice.put(*keys, size_bytes=1, tenant="red")
+    assert used_bytes(voice.master) == voice.allocated_bytes == 64 * num_keys
+    voice.say(m.SetQuota("red", 64 * num_keys))
+    voice.put("l", size_bytes=1, tenant="red")
+    assert used_bytes(voice.master) == 64 * num_keys, "in the place of another"
+
+
 def used_bytes(master: Master) -> int:
     account = master.catalog.tenants.accounts.get("red")
     return 0 if account is None else account.used_bytes
@@ -292,7 +303,7 @@ def test_what_rests_on_a_segment_that_is_gone_counts_no_longer(voice: Voice) -> 
     voice.put("k", "l", tenant="red")
     voice.find("k", "red")
     voice.say(m.Remove(["k", "l"], True, "red"))
-    assert used_bytes(voice.master) == 1000
+    assert used_bytes(voice.master) == KIB
     voice.say(m.Unmount("a", 7), "node a")
     assert voice.master.catalog.tenants.accounts.keys() <= {""}
 
@@ -328,7 +339,7 @@ def test_what_a_drain_leaves_behind_counts_no_longer() -> None:
     nodes.say(m.DrainSegments(["a"], []))
     b.work()
     assert nodes.allocated_bytes == 2048, "a reader may have the old one"
-    assert used_bytes(nodes.master) == 1000
+    assert used_bytes(nodes.master) == KIB
 
 
 @pytest.mark.parametrize("watermark", [0.5, 0.8])

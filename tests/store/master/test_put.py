@@ -169,7 +169,7 @@ def test_rows_count_against_the_account_of_their_tenant(voice: Voice) -> None:
     voice.mount("a", POOL)
     voice.put("k", "l", tenant="red")
     (quota,) = [one for one in voice.say(m.AskQuotas()).quotas if one.tenant == "red"]
-    assert quota.used_bytes == 2000 and quota.num_objects == 2
+    assert quota.used_bytes == 2048 and quota.num_objects == 2
     voice.say(m.SetQuota("red", 2500))
     started = voice.start("m", "n", tenant="red")
     assert sum(one is not None for one in started.reserved) >= 1
@@ -982,12 +982,12 @@ def test_refusals_of_a_small_put_are_those_of_a_start(writer: Writer, voice: Voi
 
 
 def test_a_tenant_pays_for_what_it_put_and_not_for_what_it_may_put(voice: Voice) -> None:
-    voice.say(m.SetQuota("red", 64 + 250))
+    voice.say(m.SetQuota("red", 64 + 300))
     writer = Writer(voice, tenant="red")  # the put with which it requested the pieces was aborted, and rests
     assert writer.put("k", 0) is True
     assert writer.put("l", 1) is True
     quotas = {one.tenant: one for one in voice.say(m.AskQuotas()).quotas}
-    assert quotas["red"].used_bytes == 64 + 200
+    assert quotas["red"].used_bytes == 64 + 2 * 128, "they lie at multiples of 64 bytes"
     assert writer.put("m", 2) is True, "in the place of its oldest"
     assert voice.inspect("k", "red") is None and voice.inspect("m", "red") is not None
     voice.say(m.SetQuota("red", 10))

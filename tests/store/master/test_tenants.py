@@ -63,11 +63,11 @@ def book() -> Book:
     return Book()
 
 
-def test_only_memory_counts(book: Book) -> None:
-    book.put("a", size_bytes=10)
+def test_only_memory_counts_with_what_is_allocated(book: Book) -> None:
+    book.put("a", size_bytes=1)
     book.put("b", size_bytes=30, where="s")
     account = book.tenants.accounts["red"]
-    assert (account.used_bytes, account.num_objects) == (10, 2)
+    assert (account.used_bytes, account.num_objects) == (64, 2)
     assert account.status().tenant == "red" and account.has_room(1 << 40)
 
 
@@ -82,11 +82,11 @@ def test_a_tenant_without_objects_and_quota_has_no_account(book: Book) -> None:
 
 
 def test_a_quota_is_room_for_what_is_there_and_what_comes(book: Book) -> None:
-    book.put("a", size_bytes=10)
-    book.limit(25)
+    book.put("a", size_bytes=100)
+    book.limit(200)
     account = book.tenants.accounts["red"]
-    assert account.has_room(15) and not account.has_room(16)
-    assert book.tenants.records() == [QuotaSet("red", 25)]
+    assert account.has_room(72) and not account.has_room(73)
+    assert book.tenants.records() == [QuotaSet("red", 200)]
 
 
 def test_victims_are_its_own_the_least_recently_used_first(book: Book) -> None:
