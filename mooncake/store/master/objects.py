@@ -35,6 +35,9 @@ TIER_SPEED = {Tier.DEVICE: 0, Tier.MEMORY: 1, Tier.SSD: 2}
 """Rank of each tier, the fastest first."""
 
 DEFAULT_POLICY = PutPolicy()
+SMALL_CHUNK_BYTES = 4096
+"""Smaller chunks are limited in number: the master keeps a checksum of four bytes for each."""
+MAX_SMALL_CHUNKS = 4096
 
 
 class ObjectState(enum.IntEnum):
@@ -351,6 +354,9 @@ def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | No
         return Refusal("invalid_size", f"size {size_bytes} and chunk {chunk_bytes} must be at least 1 byte")
     if -(-size_bytes // chunk_bytes) > MAX_CHUNKS:
         return Refusal("invalid_size", f"{size_bytes} bytes in chunks of {chunk_bytes}: over {MAX_CHUNKS}")
+    if chunk_bytes < SMALL_CHUNK_BYTES and size_bytes > chunk_bytes * MAX_SMALL_CHUNKS:
+        most = f"over {MAX_SMALL_CHUNKS} chunks have at least {SMALL_CHUNK_BYTES} bytes each"
+        return Refusal("invalid_size", f"{size_bytes} bytes in chunks of {chunk_bytes}: {most}")
     return None
 
 

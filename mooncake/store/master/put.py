@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
@@ -48,6 +50,8 @@ from mooncake.store.master.tenants import Account, check_tenant
 from mooncake.types import ObjectKey, Tier
 
 MAX_REPLICAS = 64
+MAX_PREFERRED = 1024
+"""Most segments that a put may prefer."""
 MAX_CYCLE = 64
 """Longer cycles of parents are not detected."""
 MAX_PIECES = 64
@@ -108,6 +112,9 @@ class PutRequests:
         """Reserve space for these keys, or refuse. None: the whole request is refused."""
         account: Account | Refusal = check_policy(message.policy) or self.admitted(message.tenant)
         placement = SegmentPlacement(self._catalog.segments, message.host, message.avoid, now, message.policy)
+        if message.policy.preferred_segments:  # objects keep the policy, and need no names for it
+            kept = msgspec.structs.replace(message.policy, preferred_segments=[])
+            message = msgspec.structs.replace(message, policy=kept)
         if not isinstance(account, Refusal) and len(indices) > 1 and _is_uniform(message, account):
             indices = self._reserve_rows(message, indices, reserved, refusals, placement, account, now)
         for index in indices:
@@ -638,6 +645,9 @@ def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal |
 def check_policy(policy: m.PutPolicy) -> Refusal | None:
     if not 1 <= policy.num_replicas <= MAX_REPLICAS:
         return Refusal("invalid_policy", f"{policy.num_replicas} replicas; 1 to {MAX_REPLICAS}")
+    if len(policy.preferred_segments) > MAX_PREFERRED:
+        num_named = len(policy.preferred_segments)
+        return Refusal("invalid_policy", f"{num_named} preferred segments; at most {MAX_PREFERRED}")
     if policy.soft_pin_ttl_s is not None and not policy.soft_pin_ttl_s >= 0:
         return Refusal("invalid_policy", f"a soft pin of {policy.soft_pin_ttl_s} s; at least 0")
     return None

@@ -139,6 +139,15 @@ def test_bad_keys(key: str) -> None:
 
 
 def test_too_many_chunks() -> None:
-    assert check_put("k", 1 << 20, 1) is None
-    refusal = check_put("k", (1 << 20) + 1, 1)
+    assert check_put("k", 1 << 32, 4096) is None
+    refusal = check_put("k", (1 << 32) + 1, 4096)
     assert refusal is not None and refusal.code == "invalid_size"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4095])
+def test_chunks_may_be_small_or_many(chunk_bytes: int) -> None:
+    """Otherwise an object's checksums could take more memory of the master than the object has bytes."""
+    assert check_put("k", 4096 * chunk_bytes, chunk_bytes) is None
+    refusal = check_put("k", 4096 * chunk_bytes + 1, chunk_bytes)
+    assert refusal is not None and refusal.code == "invalid_size"
+    assert "over 4096 chunks have at least 4096 bytes each" in refusal.reason

@@ -215,6 +215,18 @@ def test_preferred_segments_come_first_and_unknown_ones_are_passed_over(voice: V
     assert segments(voice.put("l", host="a", policy=policy)[0]) == ["a"]
 
 
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_the_names_of_preferred_segments_are_not_kept(voice: Voice, num_keys: int) -> None:
+    """Of each object they would take more of the master's memory than all the rest."""
+    voice.mount("a", POOL)
+    voice.mount("b", POOL)
+    policy = m.PutPolicy(preferred_segments=["b"], soft_pin_ttl_s=5.0)
+    started = voice.start(*"klm"[:num_keys], policy=policy)
+    assert [segments(one) for one in started.reserved] == [["b"]] * num_keys
+    kept = [one.policy for one in voice.master.objects.writing.values()]
+    assert kept == [m.PutPolicy(soft_pin_ttl_s=5.0)] * num_keys
+
+
 def test_only_the_own_host_when_that_is_wanted(voice: Voice) -> None:
     voice.mount("a", 2048, host="left")
     voice.mount("b", host="right")
@@ -390,6 +402,7 @@ def test_an_object_put_twice_leaves_memory_altogether(voice: Voice) -> None:
     [
         m.PutPolicy(num_replicas=0),
         m.PutPolicy(num_replicas=65),
+        m.PutPolicy(preferred_segments=["a"] * 1025),
         m.PutPolicy(soft_pin_ttl_s=-1.0),
         m.PutPolicy(soft_pin_ttl_s=float("nan")),
     ],
