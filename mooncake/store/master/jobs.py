@@ -23,7 +23,7 @@ from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.catalog_events import DRAINED, MOVED
 from mooncake.store.master.effects import Received
-from mooncake.store.master.objects import Extent, StoredObject, scoped
+from mooncake.store.master.objects import Extent, StoredObject, scoped, split_scoped
 from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import PlannedCopy, Tasks
 from mooncake.types import Tier
@@ -96,7 +96,7 @@ class CopyJob(ReplicationJob):
         message: m.CopyObject,
         now: float,
     ) -> None:
-        super().__init__(job_id, stored.key, now)
+        super().__init__(job_id, split_scoped(stored.key)[1], now)
         self.message = message
         self.kind = "copy" if source is None else "move"
         self.stored = stored
@@ -282,7 +282,7 @@ class Jobs:
         elif isinstance(job, DrainJob):
             if stored.is_readable:
                 job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
-                job.reason = f"{stored.key}: {refusal}"
+                job.reason = f"{_name_of(stored)}: {refusal}"
         else:
             job.num_failed += 1
             job.reason = str(refusal)
@@ -425,7 +425,7 @@ class Jobs:
             self._catalog.drop_extent(stored, extent, DRAINED, now)
             return
         job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
-        job.reason = f"{stored.key}: no other segment has room for {stored.size_bytes} bytes"
+        job.reason = f"{_name_of(stored)}: no other segment has room for {stored.size_bytes} bytes"
 
     def _target(self, job: DrainJob, stored: StoredObject, source: Segment, now: float) -> Segment | None:
         """Select the target: same tier if possible, another host than its other replicas, most room."""
@@ -480,6 +480,12 @@ class Jobs:
 
     def __repr__(self) -> str:
         return f"<Jobs {self._num_running} of {len(self._jobs)} jobs running>"
+
+
+def _name_of(stored: StoredObject) -> str:
+    """The object as its users know it: a drain is an operator's, and moves objects of all tenants."""
+    tenant, key = split_scoped(stored.key)
+    return f"{key} of tenant {tenant}" if tenant else key
 
 
 def _refused(code: str, reason: str) -> m.RefusedReply:

@@ -19,7 +19,7 @@ import msgspec
 
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.catalog_events import ObjectShown, ReplicaCompleted, ReplicaRemoved
-from mooncake.store.master.objects import ObjectState, StoredObject
+from mooncake.store.master.objects import ObjectState, StoredObject, split_scoped
 from mooncake.types import Tier
 
 BATCH_EVENTS = 64
@@ -117,7 +117,7 @@ class KvEvents:
             "dp_rank": None,
             "tenant_id": tenant or "default",
             "backend_id": self._backend,
-            "group_id": stored.group or None,
+            "group_id": split_scoped(stored.group)[1] or None,
             "medium": medium,
             "seq_hashes": hashes,
             "base_block_idx": 0 if hashes else None,

@@ -157,6 +157,18 @@ def test_a_drain_goes_to_its_targets_and_nowhere_else(nodes: Nodes) -> None:
     assert where(nodes, "k") == where(nodes, "n") == ["c"] and drained(nodes, job) == ("done", 2, 0)
 
 
+def test_jobs_name_objects_without_the_masters_own_names(nodes: Nodes) -> None:
+    a, b = Place(nodes, "a"), Place(nodes, "b", 4096)
+    nodes.put("k", size_bytes=8000, host="a", tenant="red")
+    job = ask(nodes, m.CopyObject("k", ["b"], tenant="red"))
+    assert job.about == "k"
+    b.poll()
+    job = ask(nodes, m.DrainSegments(["a"], []))
+    live(nodes, 1.0, a, b)
+    reason = ask(nodes, m.AskJob(job.job_id)).reason
+    assert reason == "k of tenant red: no other segment has room for 8000 bytes"
+
+
 def test_a_drain_without_room_fails_but_nothing_is_evicted_for_it(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b", 4096)
     nodes.put("other", size_bytes=2000, host="b")

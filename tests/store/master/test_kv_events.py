@@ -59,6 +59,13 @@ def read(batch: Batch) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.parametrize("tenant", ["", "t"])
+def test_a_group_has_the_name_that_its_writer_gave_it(tenant: str) -> None:
+    scene = Published()
+    scene.voice.put("k", tenant=tenant, group="g")
+    assert [event["group_id"] for event in scene.read_all()] == ["g"]
+
+
 def test_the_fields_of_the_existing_master() -> None:
     scene = Published()
     scene.voice.now = 2.0
