@@ -33,6 +33,9 @@ PATIENCE_S = 5.0
 REPLAY_S = 60.0
 """Longest time of one replay; a receiver that reads it more slowly requests the rest again."""
 
+LOG_EVERY_S = 1.0
+"""Shortest interval between two log lines about malformed requests."""
+
 _PAUSE_S = 0.01
 _BATCHES_PER_TURN = 64
 _MOST_REPLAYS = 64
@@ -60,6 +63,7 @@ class KvEventPublisher:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._task: asyncio.Task[None] | None = None
         self._replays: dict[asyncio.Task[None], None] = {}
+        self._next_log_at, self._num_unlogged = 0.0, 0
         # A batch that a slow subscriber loses is recovered by replay; an unbounded queue is not.
         self._pub.setsockopt(zmq.SNDHWM, 100_000)
         for socket in (self._pub, self._router):
@@ -104,11 +108,7 @@ class KvEventPublisher:
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                log.warning(
-                    "replay_request_malformed",
-                    reason="not [identity, empty, 8 bytes]",
-                    num_frames=len(frames),
-                )
+                self._log_malformed(len(frames))
                 continue
             while len(self._replays) >= _MOST_REPLAYS:
                 await asyncio.wait(self._replays, return_when=asyncio.FIRST_COMPLETED)
@@ -116,6 +116,20 @@ class KvEventPublisher:
             task = asyncio.get_running_loop().create_task(self._send_replay(frames[0], start))
             self._replays[task] = None
             task.add_done_callback(self._replays.pop)
+
+    def _log_malformed(self, num_frames: int) -> None:
+        """Log at most one such request a second: whoever reaches the socket may send any number of them."""
+        now = asyncio.get_running_loop().time()
+        if now < self._next_log_at:
+            self._num_unlogged += 1
+            return
+        log.warning(
+            "replay_request_malformed",
+            reason="not [identity, empty, 8 bytes]",
+            num_frames=num_frames,
+            num_more=self._num_unlogged,
+        )
+        self._next_log_at, self._num_unlogged = now + LOG_EVERY_S, 0
 
     async def _send_replay(self, client: bytes, start: int) -> None:
         num_sent = 0
@@ -147,12 +161,23 @@ class KvEventPublisher:
                 return
 
 
+def allow_ipv6(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> None:
+    """Allow IPv6 for the socket if the endpoint has such an address, before it is bound or connected.
+
+    Not for names: of one that has addresses of both kinds, ZeroMQ would then use the IPv6 address only, at
+    which the other side may not listen.
+    """
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://") and ":" in host)
+
+
 def _eight_bytes(number: int) -> bytes:
     return number.to_bytes(8, "big", signed=True)
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: str) -> str:
     """Bind the socket; returns the endpoint that others connect to."""
+    allow_ipv6(socket, endpoint)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

@@ -11,7 +11,8 @@ import zmq
 import zmq.asyncio
 
 from mooncake.errors import AddressInUse, InvalidArgument
-from mooncake.kv_events.publisher import END_OF_REPLAY, Batch, KvEventPublisher
+from mooncake.kv_events.publisher import END_OF_REPLAY, Batch, KvEventPublisher, allow_ipv6
+from tests.contract.metadata_servers import has_ipv6
 from tests.waiting import until
 
 ANY = "tcp://127.0.0.1:*"
@@ -50,6 +51,33 @@ async def test_a_batch_is_three_frames(publisher: KvEventPublisher, context: zmq
         assert await subscriber.recv_multipart() == [b"topic", b"\0\0\0\0\0\0\1\2", b"payload"]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("tcp://[::1]:*", "tcp://[::1]:"),
+        ("tcp://::1:*", "tcp://[::1]:"),
+        ("tcp://[::]:*", "tcp://[::]:"),
+        ("tcp://*:*", "tcp://0.0.0.0:"),
+        ("tcp://localhost:*", "tcp://127.0.0.1:"),
+    ],
+)
+async def test_addresses_of_both_kinds(
+    publisher: KvEventPublisher, context: zmq.asyncio.Context, endpoint: str, address: str
+) -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no ::1, so KV events over IPv6 were NOT TESTED")
+    publisher.listen("the endpoint", endpoint)
+    bound = publisher.serve_replay("the endpoint", endpoint)
+    assert bound.startswith(address)
+    dealer = context.socket(zmq.DEALER)
+    there = bound.replace("[::]", "127.0.0.1")  # it listens on all addresses of both kinds
+    allow_ipv6(dealer, there)
+    dealer.connect(there)
+    await dealer.send_multipart([b"", number(2)])
+    async with asyncio.timeout(10):
+        assert (await dealer.recv_multipart())[3] == b"batch 2"
+
+
 async def test_a_replay_ends_with_a_number_of_its_own(
     publisher: KvEventPublisher, context: zmq.asyncio.Context
 ) -> None:
@@ -66,6 +94,23 @@ async def test_a_replay_ends_with_a_number_of_its_own(
 
 
 @pytest.mark.timeout(60)
+async def test_malformed_requests_do_not_fill_the_log(
+    publisher: KvEventPublisher,
+    context: zmq.asyncio.Context,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mooncake.kv_events.publisher.LOG_EVERY_S", 3600.0)
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(publisher.serve_replay("the endpoint", ANY))
+    for _ in range(100):
+        await dealer.send_multipart([b"alone"])
+    await dealer.send_multipart([b"", number(3)])
+    async with asyncio.timeout(10):
+        await dealer.recv_multipart()
+    assert [one.getMessage() for one in caplog.records].count("replay_request_malformed") == 1
+
+
 async def test_a_replay_longer_than_all_queues_is_whole(context: zmq.asyncio.Context) -> None:
     """The receiver has room for few batches, and others' replays are answered while it does not read."""
     num_batches, payload = 3000, bytes(8192)
