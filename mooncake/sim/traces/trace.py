@@ -597,6 +597,9 @@ def _number(lines: TraceFile, field: str, text: str, least: int) -> int:
 
 
 _BLOCK_TOKENS: dict[Format, int] = {"mooncake": 512, "sessions": 64, "csv": 512, "azure": 512, "recording": 0}
+RECORDING_SILENCE_S = 7 * 86400.0
+"""Longest silence in a recording by default: its times were measured, and a weekend may be silent. One wrong
+time would make a simulation sample the state of its cluster for years."""
 _EXTRA_HALF = 1 << 62
 """Bit in the key of the half block that everything behind one first block shares (``is_halved``)."""
 
@@ -625,7 +628,8 @@ class TraceOptions:
     that share the first: the 256-token blocks of FAST'25, whose system prompts end in the second block."""
     max_silence_s: float = 3600.0
     """A longer time without a request is an error: lost rows, or times in another unit. 0: no limit.
-    Between the turns of sessions it is cut to this instead."""
+    Between the turns of sessions it is cut to this instead. Recordings may be silent for a week, if that is
+    longer."""
     is_spread: bool = False
     """Rows of one instant come evenly until the next one: where a trace's times are rounded (to 3 s in
     Mooncake's), the arrivals were not."""
@@ -700,8 +704,8 @@ class Trace:
             whole = session_rows(lines, self._block_tokens_in_file)
             return _side_by_side(whole, options.num_concurrent, options.stagger_s, options.max_silence_s)
         if self.format == "recording":
-            return recording_rows(lines)  # its times were measured, and a night may be silent
-        if self.format in ("csv", "azure"):
+            rows = recording_rows(lines)
+        elif self.format in ("csv", "azure"):
             rows = csv_rows(lines, self.options.time_unit)
         else:
             rows = mooncake_rows(lines, self._block_tokens_in_file, self.options.time_unit)
@@ -709,6 +713,8 @@ class Trace:
 
     def _without_silence(self, rows: Iterable[TraceRow], lines: TraceFile) -> Iterator[TraceRow]:
         most = self.options.max_silence_s
+        if self.format == "recording" and most:
+            most = max(most, RECORDING_SILENCE_S)
         last_s: float | None = None
         for row in rows:
             if most and last_s is not None and row.timestamp_s - last_s > most:

@@ -500,6 +500,23 @@ def test_rejected_requests_of_a_recording_have_answers_of_the_mean_length(folder
     assert [one.num_output for one in none] == [1]
 
 
+def test_a_recording_may_be_silent_for_a_week(folder: Path) -> None:
+    header = {"recording": 1, "block_tokens": 512, "key_id": "x", "began_at": 1.0, "longest_s": 1.0}
+    row = {"input_length": 1000, "output_length": 5, "hash_ids": [1]}
+    week_ms = 7 * 86_400_000
+    path = written(folder, [header, *({**row, "timestamp": at} for at in (0, week_ms))])
+    assert [one.timestamp_s for one in read_trace(path)] == [0.0, week_ms / 1000]
+    path = written(folder, [header, *({**row, "timestamp": at} for at in (0, week_ms + 1))])
+    with pytest.raises(
+        TraceError, match=r"timestamp is '604800.* s after the row before'.*--max-silence 0 allows"
+    ):
+        list(read_trace(path))
+    longer = TraceOptions(max_silence_s=1e6)
+    assert (
+        len(list(read_trace(path, longer))) == len(list(read_trace(path, TraceOptions(max_silence_s=0)))) == 2
+    )
+
+
 @pytest.mark.parametrize("damage", [b"\n", b"{", b"x" * (MAX_LINE_BYTES + 1)])
 def test_damage_behind_the_rows_of_a_recording_that_are_read_does_not_matter(
     folder: Path, damage: bytes
