@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import shutil
@@ -51,6 +52,12 @@ def _in_range(speedup: float) -> float:
     return speedup
 
 
+def _finite(option: typer.CallbackParam, objective_s: float) -> float:
+    if not math.isfinite(objective_s):  # JSON has no such number
+        raise InvalidArgument(option.opts[0], objective_s, "a finite number of seconds; 0 is no objective")
+    return objective_s
+
+
 TraceSpec = Annotated[
     str,
     typer.Argument(
@@ -82,7 +89,8 @@ MaxSilence = Annotated[
         "--max-silence",
         metavar="SECONDS",
         min=0,
-        help="A longer time without a request in the trace file is refused; 0 allows any.",
+        help="A longer time without a request in the trace file is refused, in a recording only if it is "
+        "longer than a week; 0 allows any.",
     ),
 ]
 NumRows = Annotated[int, typer.Option("--rows", min=0, help="Number of rows to read; 0 is all.")]
@@ -98,10 +106,24 @@ Speedup = Annotated[
     typer.Option("--speedup", help="Factor by which requests come faster.", callback=_in_range),
 ]
 SloTtft = Annotated[
-    float, typer.Option("--slo-ttft", metavar="SECONDS", min=0, help="Objective of the time to first token.")
+    float,
+    typer.Option(
+        "--slo-ttft",
+        metavar="SECONDS",
+        min=0,
+        help="Objective of the time to first token; 0 is none.",
+        callback=_finite,
+    ),
 ]
 SloTbt = Annotated[
-    float, typer.Option("--slo-tbt", metavar="SECONDS", min=0, help="Objective of the time between tokens.")
+    float,
+    typer.Option(
+        "--slo-tbt",
+        metavar="SECONDS",
+        min=0,
+        help="Objective of the time between tokens; 0 is none.",
+        callback=_finite,
+    ),
 ]
 Changes = Annotated[
     list[str] | None,

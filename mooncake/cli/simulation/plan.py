@@ -70,6 +70,8 @@ node misses there would be searched for in vain with ever more of them."""
 NUM_SLICES = 32
 """Slices of a trace's time that are drawn for an interval."""
 DEFAULT_COSTS = ("llama3-70b-8xA800", "llama3-70b-8xH100", "llama3-70b-8xH200")
+SEARCHED = ("mode", "num_prefill", "num_decode", "pipeline_nodes", "detail")
+"""Fields of a cluster that a search sets itself, or that can't hold for all clusters that it tries."""
 FIGURES = (
     "nodes",
     "$/h",
@@ -184,6 +186,12 @@ def plan_command(
     """
     check_writable(json_file, "--json")
     check_writable(html_file, "--html")
+    for change in changes or () if not clusters else ():
+        if change.partition("=")[0].strip().replace("-", "_") in SEARCHED:
+            allowed = (
+                "another field, or given with --cluster: without it, plan chooses kinds and numbers of nodes"
+            )
+            raise InvalidArgument("--with", change, allowed)
     options = TraceOptions(
         format=trace_format,
         time_unit=time_unit,

@@ -233,11 +233,21 @@ def test_bad_comparisons_are_one_line(mooncake: Run, words: list[str], named: st
         (["simulate", LOAD, "--speedup", "1e-300"], "--speedup is 1e-300; allowed: a number from 0.001"),
         (["simulate", LOAD, "--speedup", "inf"], "--speedup is inf; allowed: a number from 0.001"),
         (["simulate", LOAD, "--speedup", "nan"], "--speedup is nan"),
+        (["simulate", LOAD, "--slo-ttft", "inf"], "--slo-ttft is inf; allowed: a finite number of seconds"),
+        (["simulate", LOAD, "--slo-tbt", "inf"], "--slo-tbt is inf"),
         (["simulate", LOAD, "--json-rows"], "--json-rows is True; allowed: left out without --json"),
         (["grade", "--fit-on", "none.csv", "--fit-share", "0.9"], "--fit-share is 0.9"),
         (["plan", LOAD, "--gpu-prices", "none.toml"], "--gpu-prices is 'none.toml'"),
         (["plan", LOAD, "--attainment", "2"], "attainment is 2.0"),
         (["plan", LOAD, "--speedup", "0"], "--speedup is 0.0"),
+        (["plan", LOAD, "--slo-tbt", "inf"], "--slo-tbt is inf"),
+        (
+            ["plan", LOAD, "--with", "mode=chunked"],
+            "--with is 'mode=chunked'; allowed: another field, or given",
+        ),
+        (["plan", LOAD, "--with", "num-decode=3"], "--with is 'num-decode=3'"),
+        (["plan", LOAD, "--with", "pipeline_nodes=2"], "--with is 'pipeline_nodes=2'"),
+        (["plan", LOAD, "--with", "detail=step"], "--with is 'detail=step'"),
     ],
 )
 def test_bad_input_is_one_line(mooncake: Run, words: list[str], named: str) -> None:
