@@ -216,9 +216,10 @@ class MooncakeBackend(Base):  # type: ignore[misc]
         chunks later. The new identity is this worker's alone, until its process ends.
 
         Returns:
-            The number of tokens removed, as LMCache counts; the last chunk of a prompt counts as a full one.
+            The number of tokens that are known to be removed, as LMCache counts: the last chunk of a prompt
+            counts as a full one.
         """
-        num_chunks = sum(self._pages.forget(f"kv/{digest}/") for digest in self._chunks.renew())
+        num_chunks = sum(self._pages.forget(f"kv/{digest}/") or 0 for digest in self._chunks.renew())
         return num_chunks * int(self.metadata.chunk_size)
 
     def get_allocator_backend(self) -> Any:

@@ -46,6 +46,9 @@ ResultT = TypeVar("ResultT")
 ENDING_S = 0.5
 """Time beyond its deadline in which an operation may report its end, before it is cancelled."""
 
+FORGET_S = 60.0
+"""Time that ``Pages.forget`` waits for: the master removes a few thousand objects per second."""
+
 Steps = Callable[[float], Coroutine[Any, Any, ResultT]]
 """An operation's work as a coroutine function of the deadline of all its steps."""
 
@@ -182,13 +185,25 @@ class BoundedCalls:
         """Begin an operation that reads or writes memory of the engine."""
         return self._begin(operation, steps, otherwise, self._settings.load_timeout_s, is_lookup=False)
 
+    def insist(
+        self, operation: str, steps: Steps[ResultT], otherwise: ResultT, timeout_s: float
+    ) -> BoundedCall[ResultT]:
+        """Begin an operation for which no request waits, also while the store gets no other calls."""
+        return self._begin(operation, steps, otherwise, timeout_s, is_lookup=True, insists=True)
+
     def _begin(
-        self, operation: str, steps: Steps[ResultT], otherwise: ResultT, timeout_s: float, is_lookup: bool
+        self,
+        operation: str,
+        steps: Steps[ResultT],
+        otherwise: ResultT,
+        timeout_s: float,
+        is_lookup: bool,
+        insists: bool = False,
     ) -> BoundedCall[ResultT]:
         """``otherwise``: the result of a failed operation."""
         now = clock.monotonic()
         work = BoundedCall(self._thread, operation, otherwise, now + timeout_s, is_lookup)
-        if self.is_closed or self._breaker.is_open:
+        if self.is_closed or (self._breaker.is_open and not insists):
             work.claim.close()
         else:
             work.begin(self._guarded(operation, steps, work.claim.deadline, otherwise))
@@ -293,11 +308,16 @@ class Pages:
         call = self._calls.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
         return call.wait()
 
-    def forget(self, prefix: str) -> int:
-        """Remove all objects whose key begins with ``prefix``; returns their number."""
-        pattern = "^" + re.escape(prefix)
-        store = self._session.store
-        return self._calls.look_up("forget", lambda _: store.remove_matching(pattern, force=True), 0).wait()
+    def forget(self, prefix: str) -> int | None:
+        """Remove all objects whose key begins with ``prefix``; returns their number, None if that is unknown.
+
+        It is unknown where the master did not answer, or not within ``FORGET_S``: then it may be removing
+        them still.
+        """
+        found = self._calls.insist("forget", lambda _: self._forget(prefix), None, FORGET_S).wait()
+        if found is None:
+            log.warning("removal_not_confirmed", prefix=prefix)
+        return found
 
     def close(self) -> None:
         """Stop; nothing touches the engine's memory afterwards. May be called more than once."""
@@ -305,6 +325,9 @@ class Pages:
             self._calls.is_closed = True
             self._session.close()
             self._memory.close()
+
+    async def _forget(self, prefix: str) -> int | None:
+        return await self._session.store.remove_matching("^" + re.escape(prefix), force=True)
 
     async def _remove(self, keys: Sequence[ObjectKey], deadline: float) -> list[bool]:
         outcomes = await self._session.store.remove(keys, True, deadline)

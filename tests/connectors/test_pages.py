@@ -113,6 +113,21 @@ def test_no_calls_follow_a_failure_to_reach_the_store_but_they_do_follow_a_refus
     assert num_calls == 2
 
 
+def test_what_no_request_waits_for_has_its_own_time_and_is_tried_at_a_store_that_failed(
+    calls: BoundedCalls,
+) -> None:
+    async def failing(deadline: float) -> float:
+        raise DeadlineExceeded("no answer")
+
+    async def steps(deadline: float) -> float:
+        return deadline
+
+    assert calls.look_up("lookup", failing, 0.0).wait() == 0.0
+    assert calls.look_up("lookup", steps, 0.0).wait() == 0.0
+    before = clock.monotonic()
+    assert calls.insist("forget", steps, 0.0, LONGEST_S).wait() >= before + LONGEST_S
+
+
 def test_memory_is_not_free_while_something_writes_to_it(calls: BoundedCalls, thread: TransferThread) -> None:
     writer = Writer()
     work = calls.move("load", writer, "miss")
@@ -295,6 +310,9 @@ def test_removed_and_forgotten_pages_are_gone(pages: Pages) -> None:
     assert pages.remove(["kv/a/1", "none"]) == [True, False]
     assert pages.forget("kv/a/") == 1
     assert pages.find(keys) == [False, False, True]
+    assert pages.forget("kv/a/") == 0
+    pages.close()
+    assert pages.forget("kv/b/") is None, "unknown"
 
 
 @pytest.mark.processes
