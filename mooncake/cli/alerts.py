@@ -187,6 +187,13 @@ ALERTS = (
         "A server refuses connections or requests: wrong credentials, or a faulty peer.",
     ),
     Alert(
+        "MooncakeCertificateEnds",
+        "mooncake_security_certificate_remaining_seconds < 30 * 86400",
+        "1h",
+        "warning",
+        "A program's certificate ends within thirty days: nothing connects to the program afterwards.",
+    ),
+    Alert(
         "MooncakeUnexpectedEvents",
         rises("mooncake_unexpected_events_total", "10m"),
         "0m",

@@ -514,6 +514,7 @@ def _probes(program: Program) -> Manifest:
     """Probes that open a connection, where no better one is possible: all ports but the gateway's require a
     certificate of the caller. Engines listen when their model is loaded."""
     port = next(iter(program.ports))
+    ready: Manifest
     if program.role == "gateway":
         ready = {"httpGet": {"path": "/ready", "port": port, "scheme": "HTTPS"}}
         lives = {"httpGet": {"path": "/health", "port": port, "scheme": "HTTPS"}}

@@ -25,20 +25,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mooncake import clock, config
+from prometheus_client import Gauge
+
+from mooncake import clock, config, metrics
 from mooncake.errors import InvalidArgument
 from mooncake.log import get_logger
 from mooncake.security.greeting import NONCE_BYTES, ClientGreeting, ServerGreeting
 from mooncake.security.keys import KeyRing, parse_key_file
 from mooncake.security.principal import Principal, Role
 from mooncake.security.request_signature import Signer, Verifier
-from mooncake.security.tls_contexts import certificate_digest, client_context, server_context
+from mooncake.security.tls_contexts import (
+    certificate_digest,
+    certificate_end,
+    client_context,
+    server_context,
+)
 
 log = get_logger(__name__)
 
 MAX_KEY_FILE_BYTES = 64 << 10
 CREDENTIAL_OPTIONS = (
     "TLS (--tls-cert, --tls-key, --tls-ca), a cluster key (--cluster-key-file), or --insecure"
+)
+
+_certificate_remaining = Gauge(
+    "mooncake_security_certificate_remaining_seconds",
+    "Time until the end of this process's certificate, by its file.",
+    ["file"],
+    registry=metrics.registry,
 )
 
 _has_warned = False
@@ -216,6 +230,7 @@ def process_identity() -> Identity:
     with _lock:
         if _ours is None:
             _ours = from_environment()
+            _show_remaining(_ours)
         return _ours
 
 
@@ -230,6 +245,14 @@ def install_identity(identity: Identity | None) -> None:
     global _ours
     with _lock:
         _ours = identity
+        _show_remaining(identity)
+
+
+def _show_remaining(identity: Identity | None) -> None:
+    _certificate_remaining.clear()
+    if identity is not None and identity.has_tls:
+        ends = certificate_end(identity.settings)
+        _certificate_remaining.labels(identity.settings.tls_cert).set_function(lambda: ends - clock.wall())
 
 
 def tool_identity() -> Identity:

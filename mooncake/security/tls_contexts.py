@@ -8,6 +8,7 @@ setting that is wrong.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import ssl
 from pathlib import Path
@@ -29,6 +30,7 @@ class TlsFiles(Protocol):
 
 CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 _END = "-----END CERTIFICATE-----"
+_VERSION, _UTC_TIME = 0xA0, 0x17  # tags in DER
 
 
 def server_context(settings: TlsFiles) -> ssl.SSLContext:
@@ -67,12 +69,43 @@ def _filled(settings: TlsFiles, context: ssl.SSLContext) -> ssl.SSLContext:
 
 def certificate_digest(settings: TlsFiles) -> bytes:
     """SHA-256 of the certificate that its owner presents: the first in its file."""
+    return hashlib.sha256(_certificate(settings)).digest()
+
+
+def certificate_end(settings: TlsFiles) -> float:
+    """Time since the epoch, in seconds, at which that certificate ends."""
+    # The library that reads certificates is an extra, and Python's `ssl` shows those of peers only.
+    ((_, signed), *_) = _der_elements(_certificate(settings))
+    ((_, content), *_) = _der_elements(signed)
+    fields = [(tag, value) for tag, value in _der_elements(content) if tag != _VERSION]
+    _, (tag, text) = _der_elements(fields[3][1])  # behind the serial number, the algorithm and the issuer
+    digits = text.decode("ascii")
+    if tag == _UTC_TIME:
+        digits = ("19" if digits >= "50" else "20") + digits
+    ends = datetime.datetime.strptime(digits, "%Y%m%d%H%M%SZ")
+    return ends.replace(tzinfo=datetime.UTC).timestamp()
+
+
+def _certificate(settings: TlsFiles) -> bytes:
     text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
     first = text[text.index(CERTIFICATE) :].partition(_END)[0] + _END
     try:
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+        return ssl.PEM_cert_to_DER_cert(first)
     except ValueError as error:
         raise wrong_file(settings, "tls_cert", str(error)) from error
+
+
+def _der_elements(content: bytes) -> list[tuple[int, bytes]]:
+    """Tag and value of each element of DER in ``content``."""
+    found, at = [], 0
+    while at < len(content):
+        tag, size, start = content[at], content[at + 1], at + 2
+        if size & 0x80:
+            start += size & 0x7F
+            size = int.from_bytes(content[at + 2 : start], "big")
+        at = start + size
+        found.append((tag, content[start:at]))
+    return found
 
 
 def check_files(settings: TlsFiles) -> None:

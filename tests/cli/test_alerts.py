@@ -113,6 +113,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         {'mooncake_rpc_refused_total{server="master", reason="denied"}': "0+90x300"},
         {'mooncake_rpc_refused_total{server="master", reason="denied"}': "0+30x300"},
     ),
+    "MooncakeCertificateEnds": (
+        {'mooncake_security_certificate_remaining_seconds{file="node.pem"}': "2590000x300"},
+        {'mooncake_security_certificate_remaining_seconds{file="node.pem"}': "2600000x300"},
+    ),
     "MooncakeUnexpectedEvents": (
         {'mooncake_unexpected_events_total{machine="m", state="s", event="e"}': RISING},
         {'mooncake_unexpected_events_total{machine="m", state="s", event="e"}': "7x300"},

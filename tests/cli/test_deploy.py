@@ -201,8 +201,9 @@ def test_a_node_is_ready_when_its_memory_is_mounted(rendered: Path) -> None:
 
 def test_the_check_of_a_node_reads_its_page(tmp_path: Path) -> None:
     make_credentials(tmp_path)
-    files = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
-    web = serve_metrics("127.0.0.1", 0, Identity(SecuritySettings(*files)).server_tls)
+    certificate, key, authority = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
+    tls = Identity(SecuritySettings(certificate, key, authority)).server_tls
+    web = serve_metrics("127.0.0.1", 0, tls)
     try:
         code = NODE_CHECK[-1].replace(CREDENTIALS, str(tmp_path)).replace(str(NODE_WEB_PORT), str(web.port))
         found = []

@@ -203,8 +203,8 @@ class Kubelet:
         probe = container["readinessProbe"]
         try:
             if "exec" in probe:
-                tls = str(self.folder / pod.name / "tls")
-                words = [word.replace(CREDENTIALS, tls) for word in probe["exec"]["command"][1:]]
+                mounted = str(self.folder / pod.name / "tls")
+                words = [word.replace(CREDENTIALS, mounted) for word in probe["exec"]["command"][1:]]
                 environment = {"POD_IP": pod.address}
                 done = subprocess.run([sys.executable, *words], env=environment, capture_output=True)
                 return done.returncode == 0

@@ -58,13 +58,17 @@ async def test_an_engine_listens_when_its_model_is_loaded_and_not_before() -> No
 
 
 async def test_a_taken_port_is_an_error_before_the_model_is_loaded() -> None:
+    is_loading = asyncio.Event()
+
     @contextlib.asynccontextmanager
     async def running() -> AsyncIterator[Api]:
-        pytest.fail("it is loaded")
-        yield
+        is_loading.set()
+        async with fake_engine.running(FakeEngineSettings()) as api:
+            yield api
 
     with listen(HOST, 0) as taken, pytest.raises(AddressInUse):
         await engine_process.serve(running(), HOST, taken.getsockname()[1])
+    assert not is_loading.is_set()
 
 
 def test_a_removal_is_published_with_its_own_reason() -> None:

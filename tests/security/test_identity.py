@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
+from mooncake import clock
+from mooncake.cli.certs import CertsSettings, make
 from mooncake.errors import InvalidArgument
+from mooncake.metrics import registry
 from mooncake.security import (
     Identity,
     Role,
@@ -24,6 +31,7 @@ from mooncake.security import (
 from mooncake.security import identity as module
 from mooncake.security.identity import read_key_file
 from mooncake.security.keys import derive, format_credential, format_secret
+from mooncake.security.tls_contexts import certificate_end
 
 SECRET = b"s" * 32
 
@@ -110,6 +118,38 @@ def test_half_of_tls_is_refused(given: dict[str, Any], missing: str) -> None:
         SecuritySettings(**given)
     assert caught.value.field in given, "one that its user has given"
     assert caught.value.allowed == f"set together with {missing}"
+
+
+@pytest.mark.parametrize("days", [90, 3650])
+def test_what_remains_of_the_process_s_certificate_is_a_metric(
+    tmp_path: Path, days: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(CertsSettings(folder=tmp_path, days=days))
+    file, key, authority = (str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem"))
+    name = "mooncake_security_certificate_remaining_seconds"
+    install_identity(Identity(SecuritySettings(file, key, authority)))
+    certificate = x509.load_pem_x509_certificate(Path(file).read_bytes())
+    ends = certificate.not_valid_after_utc.timestamp()
+    monkeypatch.setattr(clock, "wall", lambda: ends - 3.0)
+    assert registry.get_sample_value(name, {"file": file}) == 3.0
+    install_identity(None)
+    assert registry.get_sample_value(name, {"file": file}) is None
+
+
+def test_an_end_beyond_2049_is_read(tmp_path: Path) -> None:
+    """Certificates write the year in two digits before, and in four from then on."""
+    make(CertsSettings(folder=tmp_path))
+    authority = x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
+    key = serialization.load_pem_private_key((tmp_path / "ca.key").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    ends = datetime.datetime(2051, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
+    builder = x509.CertificateBuilder(authority.subject, authority.subject, key.public_key(), 7)
+    builder = builder.not_valid_before(authority.not_valid_before_utc).not_valid_after(ends)
+    certificate = builder.sign(key, hashes.SHA256())
+    file = tmp_path / "late.pem"
+    file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    settings = SecuritySettings(str(file), str(tmp_path / "ca.key"), str(tmp_path / "ca.pem"))
+    assert certificate_end(settings) == ends.timestamp()
 
 
 def test_nothing_shows_the_key(tmp_path: Path) -> None:
