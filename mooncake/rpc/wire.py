@@ -35,6 +35,8 @@ OLD_PREFACE = b"mooncake-rpc-2\r\n"
 MAX_BODY_BYTES = 64 << 20
 _FIRST = struct.Struct("<II")
 _CHECKS = struct.Struct("<II")
+_SMALL_PIECE_BYTES = 4096
+"""Smaller pieces of a frame are kept as one: each as an object would take many times its size."""
 HEADER_BYTES = _FIRST.size + _CHECKS.size
 
 Message: TypeAlias = msgspec.Struct
@@ -173,7 +175,7 @@ class FrameDecoder:
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | bytearray] = []
         self.kept_bytes = 0
         """Bytes received of an unfinished frame."""
         self._missing_bytes = 0
@@ -187,7 +189,13 @@ class FrameDecoder:
                 corrupted in transit.
         """
         if self._pieces:
-            self._pieces.append(data)
+            last = self._pieces[-1]
+            if len(data) >= _SMALL_PIECE_BYTES:
+                self._pieces.append(data)
+            elif isinstance(last, bytearray):
+                last += data
+            else:
+                self._pieces.append(bytearray(data))
             self._missing_bytes -= len(data)
             self.kept_bytes += len(data)
             if self._missing_bytes > 0:

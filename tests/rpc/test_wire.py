@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -91,6 +93,22 @@ def test_a_foreign_protocol_is_refused_at_its_first_byte() -> None:
 def test_what_is_no_greeting_is_refused_at_once(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         GreetingDecoder().take(PREFACE + frame)
+
+
+def test_small_pieces_take_little_more_memory_than_is_counted() -> None:
+    frames = FrameDecoder()
+    frame = bytes(encode(1, Ask("x" * 400_000)))
+    frames.feed(frame[:20])
+    tracemalloc.start()
+    try:
+        for at in range(20, len(frame) - 2, 2):
+            assert not frames.feed(frame[at : at + 2])
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 2 * frames.kept_bytes
+    [(_, body)] = frames.feed(frame[frames.kept_bytes :])
+    assert decoder_for([Ask]).decode(body) == Ask("x" * 400_000)
 
 
 def test_an_oversized_frame_is_refused_before_it_is_buffered() -> None:
