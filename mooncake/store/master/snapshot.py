@@ -59,6 +59,8 @@ ItemT = TypeVar("ItemT")
 OBJECTS_PER_PIECE = 1000
 """Objects copied at a time; takes a few milliseconds."""
 NEVER = (0, -1)
+MAX_RESTED = 1000
+"""Offsets of one segment that may be kept, beyond twice those in use, before released ones are dropped."""
 
 
 class Snapshot:
@@ -155,7 +157,7 @@ class LogReplay:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._resting: dict[str, list[int]] = {}
-        """Offsets, in order, of space that rests or has rested, by segment."""
+        """Offsets, in order, of space that rests, by segment; and of a limited amount that has rested."""
         self._unseen: dict[ObjectKey, int] = {}
         """Removed objects without a record of their put."""
         self._how: dict[type, Callable[[Any, float], None]] = {
@@ -215,6 +217,7 @@ class LogReplay:
         if segment is not None:
             self._catalog.segments.drop(segment)
             self._catalog.empty(segment, "gone", now)
+            self._resting.pop(segment.name, None)
 
     def _object_readable(self, record: ObjectReadable, now: float) -> None:
         self._catalog.objects.saw(record.object_id)
@@ -297,6 +300,8 @@ class LogReplay:
         at = bisect.bisect_left(offsets, extent.offset)
         if offsets[at : at + 1] != [extent.offset]:
             offsets.insert(at, extent.offset)
+            if len(offsets) > MAX_RESTED + 2 * len(extent.segment.holders):
+                offsets[:] = [one for one in offsets if _rests_at(extent.segment, one)]
 
     def _ids_given(self, record: IdsGiven, _: float) -> None:
         self._catalog.objects.saw(record.last)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.store import messages as m
+from mooncake.store.master import snapshot
 from mooncake.store.master.catalog import record_of, record_of_segment
 from mooncake.store.master.log_records import (
     IdsGiven,
@@ -483,3 +484,20 @@ def test_what_rested_on_a_segment_that_went_hides_nothing_that_rests_there_now(v
         ]
     )
     assert [record for record in master.snapshot() if isinstance(record, SpaceHeld)] == [small]
+
+
+def test_offsets_whose_space_was_released_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "MAX_RESTED", 8)
+    nodes = Voice(SETTINGS)
+    nodes.mount(size_bytes=1 << 20)
+    master = follower(nodes.records)
+    resting = master._replay._resting
+    for number in range(100):
+        now = 100.0 * (number + 1)
+        master.apply([SpaceHeld([("a", 64 * number)], 64), SpaceHeld([("a", 1 << 19)], 64)], now)
+        assert len(resting["a"]) <= 8 + 2 * 2 + 1 and 64 * number in resting["a"]
+        master.catalog.end_rests(now + 99.0)
+        master.check()
+    mounted = next(record for record in nodes.records if isinstance(record, SegmentMounted))
+    master.apply([SegmentGone("a", mounted.epoch)], 20_000.0)
+    assert not resting
