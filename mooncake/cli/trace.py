@@ -139,15 +139,20 @@ def show(console: Console, found: FetchedTrace) -> None:
 
 
 def _in_tree(root: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Each span with its depth, a parent before what is below it."""
+    """Each span with its depth, a parent before what is below it.
+
+    The root's parent is chosen by a client, which may name a span of the tree.
+    """
     below: dict[str, list[Span]] = {}
     for span in spans:
-        below.setdefault(span.parent_id, []).append(span)
+        if span.span_id != root.span_id:
+            below.setdefault(span.parent_id, []).append(span)
     waiting = [(root, 0)]
     while waiting:
         span, depth = waiting.pop()
         yield span, depth
-        children = sorted(below.get(span.span_id, ()), key=lambda one: (one.start_s, one.end_s), reverse=True)
+        # Taken out: no span is visited twice.
+        children = sorted(below.pop(span.span_id, ()), key=lambda one: (one.start_s, one.end_s), reverse=True)
         waiting += [(child, depth + 1) for child in children]
 
 

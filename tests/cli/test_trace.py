@@ -31,9 +31,9 @@ SPANS = [
 ]
 
 
-def shown(width: int, missing: list[str] | None = None) -> list[str]:
+def shown(width: int, missing: list[str] | None = None, spans: list[Span] = SPANS) -> list[str]:
     output = io.StringIO()
-    found = FetchedTrace("cmpl-1", "r", TRACE, SPANS, missing or [])
+    found = FetchedTrace("cmpl-1", "r", TRACE, spans, missing or [])
     show(Console(file=output, width=width), found)
     return output.getvalue().splitlines()
 
@@ -43,6 +43,11 @@ def test_children_stand_below_their_parent_in_order() -> None:
     assert "cmpl-1" in heading and TRACE in heading and "4.000 s, 4 spans of 1 processes" in heading
     assert [row.split()[0] for row in rows] == ["root", "first", "inner", "second"]
     assert [len(row) - len(row.lstrip()) for row in rows] == [0, 2, 4, 2]
+
+
+def test_a_client_may_name_a_span_of_the_tree_as_the_root_s_parent() -> None:
+    *_, root, first, inner, second = shown(180, spans=[span("root", "inner", 100.0, 104.0), *SPANS[1:]])
+    assert [row.split()[0] for row in (root, first, inner, second)] == ["root", "first", "inner", "second"]
 
 
 def test_bars_are_on_one_axis() -> None:
