@@ -32,6 +32,7 @@ from mooncake.conductor.key_translation import EngineKeys, Fact, KeyTranslation,
 from mooncake.conductor.messages import POOL, BlocksCleared, BlocksRemoved, BlocksStored, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent, read_batch
+from mooncake.kv_events.publisher import allow_ipv6
 from mooncake.log import get_logger
 from mooncake.security.http_auth import HttpClientAuth
 from mooncake.types import InstanceId
@@ -262,6 +263,7 @@ async def subscribe(
         # A publisher that restarts may have counted beyond our position before we are connected again, so
         # that its numbers alone would look like a small gap: a lost connection counts as a restart.
         losses = subscriber.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        allow_ipv6(subscriber, source.endpoint)
         subscriber.connect(source.endpoint)
         following = GaplessStream(context, reader, source, post)
         await following.begin()
@@ -284,6 +286,7 @@ class EventListener:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 100_000)
         self._socket.subscribe(b"")
+        allow_ipv6(self._socket, endpoint)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError:
@@ -357,6 +360,7 @@ async def _replay(
     try:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RCVHWM, 100_000)
+        allow_ipv6(dealer, endpoint)
         dealer.connect(endpoint)
         await dealer.send_multipart([b"", reader.next_sequence.to_bytes(8, "big")])
         for number in itertools.count(1):

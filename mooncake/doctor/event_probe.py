@@ -18,6 +18,7 @@ import zmq.asyncio
 from mooncake import clock
 from mooncake.doctor.facts import PublisherFacts
 from mooncake.kv_events import BlockStored, read_batch
+from mooncake.kv_events.publisher import allow_ipv6
 
 MAX_TOPICS = 8
 MAX_MESSAGE_BYTES = 16 << 20
@@ -41,6 +42,7 @@ class EventProbe:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 10_000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        allow_ipv6(self._socket, self._facts.endpoint)
         monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             self._socket.subscribe(b"")
@@ -119,6 +121,7 @@ class EventProbe:
         try:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            allow_ipv6(dealer, self._facts.replay_endpoint)
             dealer.connect(self._facts.replay_endpoint)
             await dealer.send_multipart([b"", self._last_sequence.to_bytes(8, "big")])
             num_batches = 0

@@ -22,7 +22,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from mooncake.conductor import event_subscriptions
-from mooncake.conductor.event_subscriptions import EventReader, EventSource, subscribe
+from mooncake.conductor.event_subscriptions import EventListener, EventReader, EventSource, subscribe
 from mooncake.conductor.key_translation import EngineKeys, Fact
 from mooncake.conductor.messages import (
     AddInstance,
@@ -46,6 +46,7 @@ from mooncake.store.server import MasterServer
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier, WorkerRole
 from tests.conductor.test_server import SETTINGS
+from tests.contract.metadata_servers import has_ipv6
 from tests.waiting import LONG_HEARTBEAT_S, until
 
 # --- one publisher
@@ -150,6 +151,21 @@ async def test_a_dropped_sequence_is_replayed(
     assert follower.num_clears == 1  # only the one at the beginning
     await follower.stop()
     wire.task.cancel()
+
+
+async def test_publishers_with_addresses_of_ipv6(context: zmq.asyncio.Context) -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no ::1, so KV events over IPv6 were NOT TESTED")
+    publisher = WorkerKvEventPublisher("::1")
+    found = await publisher.start()
+    assert found.endpoint.startswith("tcp://[::1]:")
+    publisher.publish([stored(HASHES[0])])
+    follower = Follower(context, EventSource(found.endpoint, found.replay_endpoint, found.topic))
+    await until(lambda: follower.has(HASHES[0]))
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))
+    await follower.stop()
+    await publisher.close()
+    EventListener(context, "tcp://[::1]:*").close()
 
 
 async def test_a_gap_that_cannot_be_filled_clears_the_hints(

@@ -14,7 +14,9 @@ import zmq.asyncio
 from mooncake.doctor.event_probe import MAX_TOPICS, EventProbe
 from mooncake.doctor.facts import PublisherFacts
 from mooncake.kv_events import BlockStored, EventBatch, encode_batch
+from mooncake.kv_events.publisher import KvEventPublisher
 from tests.conductor.test_event_subscriptions import free_endpoint
+from tests.contract.metadata_servers import has_ipv6
 from tests.waiting import until
 
 PROMPT = [*range(40, 112)]
@@ -131,6 +133,22 @@ async def test_without_a_replay_endpoint(sockets: Sockets) -> None:
     probe.take("kv", 5, stored(PROMPT[:64], b"a", b"b"))
     await probe.finish(1.0)
     assert sockets.facts.replay_answers is False
+
+
+async def test_a_publisher_with_an_address_of_ipv6() -> None:
+    if not has_ipv6():
+        pytest.skip("this machine has no ::1, so KV events over IPv6 were NOT TESTED")
+    publisher = KvEventPublisher("kv", lambda first: [(first, stored(PROMPT[:64], b"a"))])
+    endpoint = publisher.listen("the endpoint", "tcp://[::1]:*")
+    facts = PublisherFacts(endpoint, publisher.serve_replay("the endpoint", "tcp://[::1]:*"))
+    context = zmq.asyncio.Context()
+    probe = EventProbe(context, facts, PROMPT)
+    await probe.start()
+    probe.take("kv", 5, stored(PROMPT[:64], b"a"))
+    await probe.finish(1.0)
+    assert not facts.problem and facts.replay_answers
+    context.destroy(linger=0)
+    await publisher.close()
 
 
 async def test_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
