@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from mooncake.errors import InvalidArgument
+
 BLOCK_TOKENS = 4
 
 
@@ -120,3 +122,33 @@ def test_preemption_waits_for_new_offers_of_requests_that_have_ended(side: Any) 
     side.pool.free_blocks([side.pool.blocks[2]])
     assert side.will_free_blocks(10.0)
     assert not side.will_free_blocks(10.0 + SOON_S), "decode may have died"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "role", "field"),
+    [
+        ({}, "producer", ""),
+        ({"pipeline_parallel_size": 2}, "consumer", "pipeline_parallel_size"),
+        ({"data_parallel_size": 2}, "producer", "data_parallel_size"),
+        ({"data_parallel_index": 1}, "producer", "data_parallel_size"),
+        ({"data_parallel_size": 2}, "consumer", ""),
+        ({"data_parallel_index": 1, "data_parallel_external_lb": True}, "producer", ""),
+    ],
+)
+def test_data_parallel_ranks_of_prefill_behind_one_server_are_refused(
+    parallel: dict[str, Any], role: str, field: str
+) -> None:
+    """They would listen at the same port. With an HTTP server of its own each has other ports."""
+    from mooncake.connectors.vllm.push_connector import check_parallelism
+
+    usual = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "data_parallel_index": 0}
+    usual["data_parallel_external_lb"] = False
+    config = types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(**{**usual, **parallel}),
+        kv_transfer_config=types.SimpleNamespace(is_kv_producer=role == "producer"),
+    )
+    if not field:
+        check_parallelism(config)
+        return
+    with pytest.raises(InvalidArgument, match=field):
+        check_parallelism(config)

@@ -114,6 +114,27 @@ class EndedOffers(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
+def check_parallelism(config: Any) -> None:
+    """Check that the engine is parallel in no other way than by tensors.
+
+    Raises:
+        InvalidArgument: it has stages of a pipeline, or prefill has several data-parallel ranks behind one
+            HTTP server. They would listen at the same port, and decode could not name the one it means.
+    """
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise InvalidArgument("pipeline_parallel_size", "more than 1", "1 with this connector")
+    # vLLM makes each rank of a dense model an engine of size 1; an index above 0 means that there are others.
+    is_one_of_several = parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+    if (
+        config.kv_transfer_config.is_kv_producer
+        and is_one_of_several
+        and not parallel.data_parallel_external_lb
+    ):
+        allowed = "1 on prefill with this connector; start servers of their own, or use --data-parallel-rank"
+        raise InvalidArgument("data_parallel_size", "more than 1", allowed)
+
+
 class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[misc]
     """Moves a prompt's KV from the engine that prefills to the one that decodes."""
 
@@ -122,8 +143,7 @@ class MooncakeConnector(CountedConnector, KVConnectorBase_V1):  # type: ignore[m
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         prepare(vllm_config, kv_cache_config, KNOWN)
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise InvalidArgument("pipeline_parallel_size", "more than 1", "1 with this connector")
+        check_parallelism(vllm_config)
         self._scheduler: PushSchedulerSide | None = None
         self._worker: PushWorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
