@@ -42,8 +42,9 @@ def _parse_segment_size(value: int | str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is not a size")
-    is_float = isinstance(value, float)
-    return setup_arguments.whole_size(value) if is_float else setup_arguments.parse_size(value)
+    if isinstance(value, float):
+        return setup_arguments.whole_size(value)
+    return setup_arguments.parse_size(value)
 
 
 def _parse_bool(value: float | str | None) -> bool:
