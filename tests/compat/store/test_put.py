@@ -145,10 +145,10 @@ CALLS: dict[str, Callable[[MooncakeDistributedStore, int], object]] = {
     "put": lambda store, at: store.put_from("put", at, SIZE) or store.get("put") == bytes(SIZE),
     "small put": lambda store, at: store.put_from("small", at, 9) or store.get("small") == bytes(9),
     "parts": lambda store, at: store.batch_put_from_multi_buffers(["p"], [[at, at]], [[SIZE, 7]]) == [0],
-    "get": lambda store, at: store.get_into("there", at, SIZE) == SIZE,
-    "small get": lambda store, at: store.get_into("there small", at, SIZE) == 9,
+    "get": lambda store, at: store.get_into("long", at, SIZE) == SIZE,
+    "small get": lambda store, at: store.get_into("short", at, SIZE) == 9,
     "part of it": lambda store, at: (
-        store.get_into_ranges([at], [["there"]], [[[0]]], [[[5]]], [[[9]]]) == [[[9]]]
+        store.get_into_ranges([at], [["long"]], [[[0]]], [[[5]]], [[[9]]]) == [[[9]]]
     ),
 }
 
@@ -158,7 +158,7 @@ def test_a_call_is_not_hurt_by_another_that_unregisters_its_memory(
     store: MooncakeDistributedStore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs register the memory of each call around it, in several threads."""
-    assert store.put("there", bytes(SIZE)) == 0 and store.put("there small", bytes(9)) == 0
+    assert store.put("long", bytes(SIZE)) == 0 and store.put("short", bytes(9)) == 0
     memory = np.zeros(SIZE, dtype=np.uint8)
     at = memory.ctypes.data
     session = store._session
