@@ -12,6 +12,7 @@ administrator of the cluster needs no key in addition.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ssl
@@ -181,7 +182,12 @@ class AdminKey:
 
     def matches(self, headers: Mapping[str, str]) -> bool:
         """Whether the request has the key. False when no key is set."""
-        return bool(self._key) and hmac.compare_digest(secret_bytes(_given_key(headers)), self._key)
+        given = _given_key(headers)
+        forms = [secret_bytes(given)]
+        with contextlib.suppress(UnicodeEncodeError):
+            # ASGI servers read a header's bytes as Latin-1, others as UTF-8.
+            forms.append(given.encode("latin-1"))
+        return bool(self._key) and any(hmac.compare_digest(form, self._key) for form in forms)
 
     def refusal(self, headers: Mapping[str, str], principal: Principal | None = None) -> KeyRefusal | None:
         """Check a call; None allows it. ``principal`` is that of the cluster credential, if any."""

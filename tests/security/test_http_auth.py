@@ -170,6 +170,14 @@ def test_without_a_key_every_call_is_refused(headers: dict[str, str]) -> None:
     assert "ADMIN_API_KEY" in refusal.message
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_a_key_that_is_not_ascii_is_accepted_however_a_server_reads_headers(encoding: str) -> None:
+    key = AdminKey("schl\u00fcssel \u2713")
+    read = "schl\u00fcssel \u2713".encode().decode(encoding)
+    assert key.matches({"x-api-key": read}) and key.matches({"authorization": f"Bearer {read}"})
+    assert not key.matches({"x-api-key": "schl\u00fcssel ?"})
+
+
 def test_a_node_or_administrator_of_the_cluster_needs_no_key() -> None:
     for role, may in ((Role.NODE, True), (Role.ADMIN, True), (Role.CLIENT, False)):
         assert (AdminKey("").refusal({}, Principal(role)) is None) is may
