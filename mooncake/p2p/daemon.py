@@ -16,15 +16,16 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from mooncake import clock
 from mooncake.errors import InvalidArgument, MooncakeError, StorageError
 from mooncake.files import LockedDirectory
 from mooncake.http.server import serve_metrics
 from mooncake.log import get_logger
 from mooncake.p2p import messages as m
-from mooncake.p2p.content import FolderContent, file_states, make_manifest
+from mooncake.p2p.content import FolderContent, file_states, find_files, make_manifest
 from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.manifest import Manifest, decode_manifest
-from mooncake.p2p.partial_folder import check_target
+from mooncake.p2p.partial_folder import check_target, remove_partial
 from mooncake.p2p.settings import P2pSettings
 from mooncake.p2p.store import P2PStore
 from mooncake.rpc import Call
@@ -39,6 +40,9 @@ MAX_REMEMBERED = 1024
 """Loads that ended whose folders are known."""
 RETRY_S = 10.0
 """Interval at which a load that was interrupted by a restart is tried again, until a peer is there."""
+
+REMOVE_S = 20.0
+"""Time for a cancelled load to release its folder, which is then deleted."""
 
 
 class SavedVersion(msgspec.Struct, frozen=True):
@@ -108,12 +112,16 @@ class P2pDaemon:
         await self.store.start()
         for one in saved:
             folder = self.root / one.folder
-            if not one.states:
+            if not one.states and not folder.is_dir():
                 self._begin(one, folder, is_patient=True)
                 continue
-            held = await asyncio.to_thread(self._found, one, folder)
+            # A load's folder has its name before the state is saved.
+            find = self._found if one.states else self._found_loaded
+            held = await asyncio.to_thread(find, one, folder)
             if held is not None:
                 self.store.restore(held)
+        if any(not one.states for one in saved):
+            await self._save()
 
     async def close(self) -> None:
         for task in self._loads.values():
@@ -159,6 +167,8 @@ class P2pDaemon:
                     await asyncio.gather(task, return_exceptions=True)
                 self._loading.pop(folder, None)
                 dropped[one.digest] = None
+                if message.is_deleted:
+                    await self._remove_partial(folder)
         try:
             digests = await self.store.drop(message.name, message.digest, delete=message.is_deleted)
         finally:
@@ -188,7 +198,11 @@ class P2pDaemon:
         Raises:
             InvalidArgument: it is not.
         """
-        found = (self.root / folder).resolve()
+        try:
+            found = (self.root / folder).resolve()
+            found.exists()  # raises where no disk can have it
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("folder", folder[:80], f"one that there can be ({error})") from error
         inside = found.relative_to(self.root).parts if found.is_relative_to(self.root) else ()
         if not inside or inside[0] == STATE or "\0" in folder:
             raise InvalidArgument("folder", folder, f"a folder below {self.root} of this peer")
@@ -228,6 +242,18 @@ class P2pDaemon:
             await asyncio.sleep(RETRY_S)
         self._loading.pop(folder, None)
         await self._save()
+
+    async def _remove_partial(self, folder: Path) -> None:
+        """Remove the files of a load that was cancelled, once the thread that was opening them has ended."""
+        until = clock.monotonic() + REMOVE_S
+        while True:
+            try:
+                await asyncio.to_thread(remove_partial, folder)
+                return
+            except InvalidArgument:  # it still has the lock
+                if clock.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.05)
 
     # State
 
@@ -286,6 +312,22 @@ class P2pDaemon:
         return HeldVersion(
             one.name, one.number, manifest, content, have, folder=folder, is_loaded=one.is_loaded
         )
+
+    def _found_loaded(self, one: SavedVersion, folder: Path) -> HeldVersion | None:
+        """The version of a load that had ended when the last process did, or None. In a thread."""
+        try:
+            items = find_files(folder, self.root)
+            states = file_states(folder, items)
+            content = FolderContent(folder, items, states, allowed=self.root)
+            manifest = make_manifest("folder", items, content)
+            if manifest.digest != one.digest or file_states(folder, items) != states:
+                raise StorageError(f"{folder} is not the version that was loaded into it; load it again")
+            remove_partial(folder)
+        except (MooncakeError, OSError) as error:
+            log.warning("p2p_version_lost", name=one.name, folder=str(folder), reason=str(error))
+            return None
+        have = np.ones(len(manifest.chunks), dtype=np.bool_)
+        return HeldVersion(one.name, one.number, manifest, content, have, folder=folder, is_loaded=True)
 
     def _compare(self, manifest: Manifest, content: FolderContent) -> None:
         found = make_manifest(manifest.kind, manifest.items, content)

@@ -188,12 +188,41 @@ def check_target(folder: Path) -> None:
     Raises:
         InvalidArgument: it exists, or has the name of a load in progress.
     """
-    if folder.exists() or folder.is_symlink():
+    is_there = True
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(
+            "folder", str(folder)[:80], f"a name that a folder can have ({error})"
+        ) from error
+    if is_there:
         raise InvalidArgument(
             "folder", str(folder), "a folder that does not exist; each version has a folder of its own"
         )
     if folder.name.endswith(SUFFIX):
         raise InvalidArgument("folder", str(folder), f"a name that does not end in {SUFFIX}")
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a load into ``folder`` has left.
+
+    Raises:
+        InvalidArgument: a load is under way there.
+        StorageError: it can't be removed.
+    """
+    path = folder.with_name(f"{folder.name}{SUFFIX}")
+    if not path.is_dir() or not {LOCK} <= set(os.listdir(path)) <= OWN_NAMES:
+        return
+    directory = LockedDirectory(path, "folder")
+    try:
+        directory.take()
+        shutil.rmtree(path)
+    except OSError as error:
+        raise directory.trouble(error) from error
+    finally:
+        directory.close()
 
 
 def _sync_folder(folder: Path) -> None:

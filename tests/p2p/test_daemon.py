@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mooncake.errors import AccessDenied, InvalidArgument, StorageError
 from mooncake.p2p import P2pSettings
 from mooncake.p2p import messages as m
-from mooncake.p2p.daemon import STATE, P2pDaemon
+from mooncake.p2p.daemon import STATE, P2pDaemon, SavedVersion
 from mooncake.rpc import AsyncClient
 from mooncake.security import NODES, Identity, Role, SecuritySettings
 from mooncake.security.keys import format_secret
@@ -83,6 +84,52 @@ async def test_folders_outside_of_the_root_are_refused(tmp_path: Path, folder: s
         ):
             with pytest.raises(InvalidArgument, match="below"):
                 await ask(daemon, message)
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "x" * 5000], ids=["nul", "long"])
+async def test_a_folder_that_no_disk_can_have_is_refused(tmp_path: Path, folder: str) -> None:
+    async with running(1) as (one,):
+        await one.register("m", write_model(tmp_path / "model"))
+        async with serving(tmp_path / "a", one.address) as daemon:
+            for message in (
+                m.CommandRegister("m", folder, 0, ""),
+                m.CommandGet("m", folder, "", 0),
+                m.AskProgress(folder),
+            ):
+                with pytest.raises(InvalidArgument, match="folder"):
+                    await ask(daemon, message)
+            with pytest.raises(InvalidArgument, match="folder"):
+                await daemon.store.get("m", tmp_path / folder)
+
+
+async def test_a_load_that_is_dropped_with_its_files_leaves_none(tmp_path: Path) -> None:
+    async with running(1, limit_rate_bytes=300_000) as (one,):
+        info = await one.register("m", write_model(tmp_path / "model"))
+        async with serving(tmp_path / "b", one.address) as daemon:
+            await ask(daemon, m.CommandGet("m", "copy", "", 0))
+            await until((tmp_path / "b" / "copy.partial" / "chunks").exists)
+            assert (await ask(daemon, m.CommandDrop("m", "", True))).digests == [info.digest]
+            assert os.listdir(tmp_path / "b") == [STATE]
+
+
+@pytest.mark.parametrize("change", [b"", b"x"], ids=["whole", "changed"])
+async def test_a_process_that_ends_between_a_load_and_its_record(tmp_path: Path, change: bytes) -> None:
+    """The folder has its name, and the state still says that it is being loaded."""
+    source, root = write_model(tmp_path / "model"), tmp_path / "b"
+    async with running(1) as (one,):
+        info = await one.register("m", source)
+        async with serving(root, one.address) as daemon:
+            await ask(daemon, m.CommandGet("m", "copy", "", 0))
+            assert (await loaded(daemon, "copy")).is_complete
+    saved = SavedVersion("m", 1, info.digest, "copy", is_loaded=True)
+    (root / STATE / "versions").write_bytes(msgspec.json.encode([saved]))
+    (root / STATE / f"manifest-{info.digest}").unlink(missing_ok=True)
+    with (root / "copy" / "tokenizer" / "vocab.json").open("ab") as file:
+        file.write(change)
+    for _ in range(2):
+        async with serving(root) as daemon:
+            assert [held.info().digest for held in daemon.store.held] == ([] if change else [info.digest])
+            assert all(held.is_loaded for held in daemon.store.held)
 
 
 async def test_a_link_that_leads_out_of_the_root_is_not_served(tmp_path: Path) -> None:

@@ -709,6 +709,30 @@ async def test_a_load_ends_when_its_peer_is_closed(tmp_path: Path) -> None:
                 assert two.held == [] and two.progress_of(tmp_path / "copy") is None
 
 
+async def test_a_base_that_is_dropped_meanwhile_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(1) as (one,):
+        base = await one.register("m", write_model(tmp_path / "old"))
+        make_manifest = store.make_manifest  # type: ignore[attr-defined]
+        reading, may_end = threading.Event(), threading.Event()
+
+        def slow(*arguments: Any) -> Any:
+            reading.set()
+            assert may_end.wait(30.0)
+            return make_manifest(*arguments)
+
+        monkeypatch.setattr(store, "make_manifest", slow)
+        new = write_model(tmp_path / "new", elements_of(tmp_path / "old")[::-1].copy())
+        registering = asyncio.create_task(one.register("m", new, base=base.digest))
+        await until(reading.is_set)
+        await one.drop("m")
+        may_end.set()
+        with pytest.raises(InvalidArgument, match="base"):
+            await registering
+        assert one.held == []
+
+
 async def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     async with P2PStore(P2pSettings(port=0)) as one:
