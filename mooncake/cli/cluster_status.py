@@ -140,7 +140,7 @@ def traffic(before: Sample, after: Sample, seconds: float) -> Traffic:
     return Traffic(
         seconds=seconds,
         requests=sum(value for _, value in served),
-        failed=sum(value for status, value in served if status.startswith("5")),
+        failed=sum(value for status, value in served if status.startswith("5") or status == "broken"),
         rejected=sum(value for status, value in served if status == "429"),
         output_tokens=_total(_where(change[TOKENS], kind="output")),
         cached_share=cached / prompt if prompt else None,

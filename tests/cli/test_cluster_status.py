@@ -17,12 +17,14 @@ from mooncake.cli.cluster_status import (
 )
 
 
-def page(requests: int, failed: int = 0, cached: int = 0, prompt: int = 0, probes: int = 0) -> str:
+def page(
+    requests: int, failed: int = 0, cached: int = 0, prompt: int = 0, probes: int = 0, failed_as: str = "500"
+) -> str:
     """A gateway's metrics page; each request's first token took between 0.1 and 0.25 s."""
     return f"""
 # TYPE mooncake_gateway_requests_total counter
 mooncake_gateway_requests_total{{endpoint="/v1/completions",status="200"}} {requests - failed}
-mooncake_gateway_requests_total{{endpoint="/v1/completions",status="500"}} {failed}
+mooncake_gateway_requests_total{{endpoint="/v1/completions",status="{failed_as}"}} {failed}
 mooncake_gateway_requests_total{{endpoint="/ready",status="503"}} {probes}
 # TYPE mooncake_gateway_tokens_total counter
 mooncake_gateway_tokens_total{{kind="prompt"}} {prompt}
@@ -45,6 +47,11 @@ def test_one_sample_gives_totals_and_two_give_rates() -> None:
     assert (second.seconds, second.requests, second.failed, second.cached_share) == (10.0, 20, 0, 1.0)
     assert second.rate(second.requests) == 2.0
     assert second.output_tokens == 200
+
+
+def test_a_stream_that_breaks_has_failed() -> None:
+    found = TrafficWindow().add(read_sample(page(10, failed=2, failed_as="broken")), 100.0)
+    assert (found.requests, found.failed) == (10, 2)
 
 
 def test_the_window_is_about_a_minute_and_bounded() -> None:
