@@ -11,7 +11,7 @@ Each load begins when every session has sent what it has so far, so that caches 
 same with the gateway's default policy. *attainable*: what a cache without end, shared by both, would have
 had of the same prompts. Before each load the simulator predicts it, with costs that were measured at these
 servers, times how much longer a prompt of 1,024 tokens takes than while they were measured, and with steps as
-long as the latency of a small load of other sessions says, which do not pause, so that no server is idle.
+long as the latency of small loads of other sessions says, which do not pause, so that no server is idle.
 On a CPU what is loaded from the pool or saved to it takes time of the cores that compute. *same*: leading
 tokens of a sample of answers that are the same when they are computed again without any cache (in bfloat16
 another order of sums changes one sooner or later, in row *a* as well, which is the control; with
@@ -44,6 +44,7 @@ from pathlib import Path
 from random import Random
 
 import msgspec
+import numpy as np
 
 from bench.report import Result, Table, measured, not_run, options
 from bench.session_replay import (
@@ -85,7 +86,9 @@ IN_MEMORY_BYTES_PER_S = 1e12
 PROBE_SESSIONS, PROBE_TURNS = 3, 8
 """Sessions of the probe, and turns of each: so few that each server's memory holds the KV of all. Where some
 is evicted, latencies depend on which, and say nothing about steps."""
-PROBE_REQUESTS = 36
+PROBE_REQUESTS, PROBE_ROUNDS = 36, 3
+"""Requests of a probe, and how many probes, each of other sessions: by one of them alone steps of the same
+servers took 1.1 times as long in one run and 2.2 times in another."""
 SPEED_ROUNDS = 6
 """Prompts for each server that say how fast the machine is now."""
 LEAST_BUSY, MOST_BUSY = 0.5, 8.0
@@ -304,18 +307,23 @@ def with_loads(costs: NodeCosts, counted: dict[str, float], block_bytes: int, is
 # -- loads
 
 
+def of_probe(arguments: argparse.Namespace, number: int) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + PROBE_SESSIONS + number})
+
+
 def probe_of(arguments: argparse.Namespace) -> Load:
     """A small load of other sessions without pauses, by which costs are corrected."""
-    other = argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + PROBE_SESSIONS})
     sessions = [
         replace(one, turns=tuple(replace(turn, pause_s=0.0) for turn in one.turns[:PROBE_TURNS]))
-        for one in sessions_of(other)
+        for one in sessions_of(arguments)
     ]
     return Load(0.0, PROBE_SESSIONS, sessions, PROBE_REQUESTS)
 
 
-def busy_factor(probe: Load, row: str, costs: NodeCosts, latency_s: float, args: argparse.Namespace) -> float:
-    """How many times as long steps of decode take when requests come and go, by the mean latency of a load.
+def busy_factor(
+    probes: Sequence[Load], row: str, costs: NodeCosts, latency_s: float, args: argparse.Namespace
+) -> float:
+    """How many times as long steps of decode take when requests come and go, by the mean latency of loads.
 
     Costs are sampled one kind of work at a time. Under load, loading and saving, the engine's scheduler and
     its HTTP server run on the cores that compute, and a step waits for all of them. Below 1: the samples
@@ -324,8 +332,9 @@ def busy_factor(probe: Load, row: str, costs: NodeCosts, latency_s: float, args:
     low, high = LEAST_BUSY, MOST_BUSY
     for _ in range(BISECTIONS):
         middle = math.sqrt(low * high)
-        expected = predicted(probe, row, busier(costs, middle), args)
-        low, high = (middle, high) if expected.latency_s.mean() < latency_s else (low, middle)
+        nearby = busier(costs, middle)
+        expected_s = np.mean([predicted(probe, row, nearby, args).latency_s.mean() for probe in probes])
+        low, high = (middle, high) if expected_s < latency_s else (low, middle)
     return low
 
 
@@ -483,20 +492,22 @@ def run_rows(
         async with Endpoint(url, "smollm2") as endpoint:
             return await sampling(endpoint, what).speed_s()
 
-    probe = probe_of(arguments)
+    other = [of_probe(arguments, number) for number in range(PROBE_ROUNDS)]
+    probes = [probe_of(one) for one in other]
     with servers.gateway("round_robin") as url:
         before = servers.counts()
         costs, sampled_s = asyncio.run(sample(url))
         block_bytes = arguments.block_tokens * arguments.kv_bytes_per_token
         costs = with_loads(costs, servers.counted_since(before), block_bytes, arguments.device == "cpu")
         factor = asyncio.run(speed_s(url, "probe")) / sampled_s
-        sent, _ = asyncio.run(driven(probe, rows[0], url, arguments))
+        sent_probes = [
+            asyncio.run(driven(probe, rows[0], url, one))[0] for probe, one in zip(probes, other, strict=True)
+        ]
     note_costs(result, costs)
-    latency_s = float(figures_of(sent).latency_s.mean())
-    busy = busy_factor(probe, rows[0], slower(costs, factor), latency_s, arguments)
-    result.note(
-        f"a small load, {costs.title}: latency {latency_s:.2f} s, as if steps took {busy:.2f} times as long"
-    )
+    latencies_s = [float(figures_of(one).latency_s.mean()) for one in sent_probes]
+    busy = busy_factor(probes, rows[0], slower(costs, factor), statistics.fmean(latencies_s), arguments)
+    shown = ", ".join(f"{one:.2f}" for one in latencies_s)
+    result.note(f"small loads, {costs.title}: latency {shown} s, as if steps took {busy:.2f} times as long")
     costs = busier(costs, busy)
     found = {}
     for row in rows:

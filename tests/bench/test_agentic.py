@@ -32,8 +32,8 @@ def test_a_small_load_finds_how_much_longer_steps_take(factor: float) -> None:
     )
     probe = probe_of(arguments)
     latency_s = float(predicted(probe, "b", busier(COSTS, factor), arguments).latency_s.mean())
-    assert busy_factor(probe, "b", COSTS, latency_s, arguments) == pytest.approx(factor, rel=0.02)
-    assert busy_factor(probe, "b", COSTS, latency_s / 10, arguments) == pytest.approx(LEAST_BUSY, rel=0.01)
+    assert busy_factor([probe], "b", COSTS, latency_s, arguments) == pytest.approx(factor, rel=0.02)
+    assert busy_factor([probe], "b", COSTS, latency_s / 10, arguments) == pytest.approx(LEAST_BUSY, rel=0.01)
 
 
 def test_loads_take_as_long_as_the_connectors_counted_and_delay_steps_on_a_cpu() -> None:
