@@ -63,7 +63,7 @@ def main() -> int:
         "masters": MastersRun,
     }
     for name, world in worlds.items():
-        more = " --plain" if given.plain else ""
+        more = f" --batches {given.batches}" if name == "transfer" else " --plain" if given.plain else ""
         if given.world in (name, "all") and not sweep(
             f"{name}{more}", world, given.first, given.seeds, given.trace
         ):

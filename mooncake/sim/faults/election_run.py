@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 
 from mooncake.machine import Wake
-from mooncake.sim.faults.invariants import Violation
+from mooncake.sim.faults.invariants import Invariant, Violation
 from mooncake.sim.kernel import Kernel, Process, SimClock
 from mooncake.store.ha.election import (
     MARGIN,
@@ -120,7 +120,8 @@ class SimVoter:
             if not effect.is_complete:
                 self.log = self.run.acknowledged = 0  # the nodes, which are not simulated here, report it
             elif self.log < self.run.acknowledged:
-                raise Violation(f"{self.name} leads with {self.log} of {self.run.acknowledged}")
+                what = f"{self.name} leads with {self.log} of {self.run.acknowledged}"
+                raise Violation(what, Invariant.SUCCESSION)
             assert self.election.record is not None
             self.followers, self.listed = {}, {one.id: one for one in self.election.record.standbys}
         elif isinstance(effect, StepDown):
@@ -218,7 +219,7 @@ class ElectionRun:
             self.voters[name] = SimVoter(self, name, self.kernel.chance(0.7), lease_s)
 
     def run(self) -> None:
-        """Raises Violation (or a core's AssertionError) with the seed in its message."""
+        """Raises Violation, with the seed in its message."""
         try:
             for _ in range(int(ROUGH_S / STEP_S)):
                 self._something()
@@ -235,10 +236,9 @@ class ElectionRun:
                 if any(voter.acts for voter in self.voters.values()):
                     return
                 self._step()
-            raise Violation("no master leads although everything has healed")
-        except AssertionError as error:
-            last = "\n  ".join(self.kernel.trace[-20:])
-            raise Violation(f"seed {self.kernel.seed} at {self.kernel.now:.3f}: {error}\n  {last}") from error
+            raise Violation("no master leads although everything has healed", Invariant.HEALTH)
+        except Exception as error:
+            raise Violation.of_run(error, self.kernel, num_lines=20) from error
 
     def _step(self) -> None:
         """Check at every instant at which something may change, and in between."""
@@ -247,7 +247,8 @@ class ElectionRun:
             self.kernel.run_one(until)
             acting = [voter for voter in self.voters.values() if voter.acts]
             if len(acting) > 1:
-                raise Violation(f"two leaders act: {[voter.name for voter in acting]}")
+                what = f"two leaders act: {[voter.name for voter in acting]}"
+                raise Violation(what, Invariant.LEADER)
             for voter in acting:
                 voter.acknowledge()
 

@@ -2,15 +2,17 @@
 """The invariants of the simulated worlds by name, and the checkers that hold a simulated store to them.
 
 Each rule of each checker has a name, and a violation names the invariant that it breaks and ends the run. For
-each of them ``tests/sim`` has a bug in shipped code that is found by exactly this rule, so that no rule
-exists in name only. At every step of a store, whatever fails:
+each of them ``tests/sim`` has a bug that is found by exactly this rule, so that no rule exists in name only:
+a bug in shipped code, except for ``KEPT``. At every step of a store, whatever fails:
 
 * A read that succeeds returns a value that was put under that key, whole.
 * Until a lease ends, its bytes do not change, also for a reader that does not verify checksums.
 * No space is granted twice at a time: not by one master, and not by one master and its successor.
 * What was put stays until it is evicted, removed or replaced, or its node is lost.
-* A put that is granted leaves its tenant within its quota.
-* Every operation ends by its deadline.
+* A put that is granted leaves its tenant within the quota that was acknowledged, and has each replica that it
+  requests and for which there is room.
+* No request misses what a live node has.
+* Every operation ends by its deadline, and answers for each of its objects.
 
 ``HistoryChecker`` knows what clients were promised about keys. A key is known only while it is not being
 changed: a change (put, replace, remove) that overlaps another, has no clear answer or was sent twice leaves
@@ -37,12 +39,13 @@ import msgspec
 from mooncake.errors import Refusal
 from mooncake.sim.faults.nodes import NODE_ADDRESS
 from mooncake.store import messages as m
+from mooncake.store.allocator import ALIGNMENT_BYTES
 from mooncake.store.client.effects import Operation
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.client.preallocated import PreallocatedPiece
 from mooncake.store.master.catalog_events import ReplicaCompleted, ReplicaRemoved
 from mooncake.store.master.master import Master
-from mooncake.store.master.objects import scoped_all
+from mooncake.store.master.objects import StoredObject, scoped_all, split_scoped
 from mooncake.store.master.segments import Segment
 from mooncake.types import Tier
 
@@ -50,18 +53,28 @@ if TYPE_CHECKING:
     from mooncake.sim.faults.clients import SimClient
     from mooncake.sim.faults.nodes import SimSegment
     from mooncake.sim.faults.store_run import StoreCluster
+    from mooncake.sim.kernel import Kernel
 
 
 class Violation(AssertionError):
-    """A broken invariant. Without ``rule``: one that a core checks by itself."""
+    """A broken invariant."""
 
-    def __init__(self, message: str, rule: Invariant | None = None) -> None:
+    def __init__(self, message: str, rule: Invariant) -> None:
         super().__init__(message)
         self.rule = rule
 
+    @classmethod
+    def of_run(cls, error: Exception, kernel: Kernel, *drawn: object, num_lines: int = 12) -> Violation:
+        """What ended a run, with its seed and what the seed drew. Whatever a core raises by itself, an
+        assertion or not, is a broken core."""
+        what = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        last = "\n  ".join(kernel.trace[-num_lines:])
+        lines = [f"seed {kernel.seed} at {kernel.now:.6f}: {what}", *map(str, drawn), f"  {last}"]
+        return cls("\n".join(lines), error.rule if isinstance(error, Violation) else Invariant.CORE)
+
 
 class Invariant(enum.StrEnum):
-    """Invariants of the store's worlds, and then of the transfer world."""
+    """Invariants of the store's worlds, then those that several masters add, and then those of transfer."""
 
     CORE = "core"
     """Every core's own check holds after every step."""
@@ -81,6 +94,12 @@ class Invariant(enum.StrEnum):
     """Whatever went was evicted, removed or replaced, or its nodes were lost, and for no other reason."""
     REPLICA = "replica"
     """An object is not lost with one node while another has it in memory."""
+    ANSWER = "answer"
+    """An operation answers for every object that it is about, and says what was done."""
+    MISS = "miss"
+    """No request misses an object that a live node has."""
+    REPLICAS = "replicas"
+    """A put has each replica that it requests and for which a segment has room, until its end and after."""
     RETURNING = "returning"
     """No lookup misses an object whose node may still come back after a change of the master."""
     QUOTA = "quota"
@@ -100,10 +119,22 @@ class Invariant(enum.StrEnum):
     JOURNAL = "journal"
     """After everything has settled, each node's journal agrees with the master about its segments."""
 
+    LEADER = "leader"
+    """At no instant two masters would answer, and no answer leaves one after another began to lead."""
+    PREFIX = "prefix"
+    """What a standby in sync has is what the leader had at that number of its log."""
+    HELD = "held"
+    """A standby in sync holds all space that the leader holds for a client."""
+    SUCCESSION = "succession"
+    """A leader that claims to have everything has what was acknowledged."""
+    IDS = "ids"
+    """No leader issues an object id that is not larger than all that were issued before."""
+
     SLICES = "slices"
     """The bytes of a completed batch are at their destination, and are counted."""
     KEPT = "kept"
-    """Memory that a batch has written does not change until the next batch writes it."""
+    """Memory that a batch has written does not change until the next batch writes it. The fence that shipped
+    transports owe is part of the simulated one, and so is the bug that this rule finds."""
     ENDS = "ends"
     """Every batch ends by its deadline."""
     STATUS = "status"
@@ -143,6 +174,10 @@ class KnownKey:
     spared: dict[str, None] = dataclasses.field(default_factory=dict)
     """Those of them that evicted it."""
 
+    @property
+    def is_in_memory(self) -> bool:
+        return any(node not in self.spared for node in self.nodes)
+
     def forget(self) -> None:
         self.is_absent = self.is_present = self.is_durable = False
         self.value = None
@@ -172,6 +207,8 @@ class KeyRead:
     generations: dict[str, int]
     absent: dict[str, None]
     values: dict[str, bytes]
+    present: dict[str, None]
+    """Those in the memory of nodes that are alive."""
 
 
 class HistoryChecker:
@@ -242,6 +279,10 @@ class HistoryChecker:
         is_alone = known.generation == change.generations[key] and not known.num_open
         is_clear = known.unclear_until <= self._cluster.kernel.now
         return known if is_alone and change.was_alone[key] and is_clear else None
+
+    def is_clear_after(self, change: KeyChange, key: str) -> bool:
+        """The change has ended with an answer. Returns whether it is the last word on the key."""
+        return self._ended(change, key) is not None
 
     def removed(self, change: KeyChange, key: str, outcome: bool | Refusal) -> None:
         known = self._ended(change, key)
@@ -363,6 +404,7 @@ class HistoryChecker:
             {key: one.generation for key, one in known.items()},
             {key: None for key, one in known.items() if one.is_absent and not one.num_open},
             {key: one.value for key, one in known.items() if one.value is not None},
+            {key: None for key, one in known.items() if one.is_in_memory and not one.num_open},
         )
 
     def why_wrong(self, look: KeyRead, key: str, value: bytes) -> tuple[Invariant, str] | None:
@@ -377,9 +419,173 @@ class HistoryChecker:
             return Invariant.STALE, f"a stale value: {key!r} was read as it was before its last put"
         return None
 
+    def why_wrong_presence(self, look: KeyRead, key: str, is_there: bool) -> tuple[Invariant, str] | None:
+        """Why it can't be that there is an object, or none, if the key has not been changed since ``look``.
+        None if it can; that there is none is correct where a node is not reached."""
+        known = self.of(key)
+        if known.generation != look.generations[key]:
+            return None
+        if is_there and key in look.absent and known.is_absent:
+            return Invariant.PHANTOM, f"a phantom: {key!r} was found, after it was removed"
+        is_reached = self._cluster.checkers.all_nodes_stay
+        if not is_there and is_reached and key in look.present and known.is_in_memory:
+            return Invariant.MISS, f"a miss: {key!r} was not found, and is in memory on {list(known.nodes)}"
+        return None
+
     def promised(self) -> dict[str, bytes | None]:
         """Keys that must be readable, with the value where it is known."""
         return {key: known.value for key, known in self._keys.items() if known.is_present}
+
+
+class AnswerChecker:
+    """What a master answers, compared with what it has, and with what was answered before."""
+
+    def __init__(self, cluster: StoreCluster) -> None:
+        self._cluster = cluster
+        self._asked: dict[tuple[object, int], msgspec.Struct] = {}
+        """Requests without an answer, by origin."""
+        self._last_id = 0
+        """Greater ids are those of objects that the message in hand is granted."""
+        self._with_room: list[Segment] = []
+        """Segments on which each object of the message in hand may have a replica."""
+        self._granted: dict[int, list[Segment]] = {}
+        """Object id -> segments whose space its writer was granted."""
+        self._quotas: dict[str, int] = {}
+        """Quotas that were acknowledged; none where it is not known."""
+        self.quota_changes = HistoryChecker(cluster)
+        """Changes of quotas, with tenants as keys."""
+
+    # Quotas
+
+    def quota_began(self, client: SimClient) -> KeyChange:
+        """A client requests another quota of its tenant."""
+        self._quotas.pop(client.tenant, None)
+        return self.quota_changes.begin(client, [client.tenant])
+
+    def quota_set(self, change: KeyChange, quota_bytes: int | None) -> None:
+        """It is acknowledged; None: there is none, or the change was refused."""
+        tenant = change.client.tenant
+        if self.quota_changes.is_clear_after(change, tenant) and quota_bytes is not None:
+            self._quotas[tenant] = quota_bytes
+
+    def quotas_unknown(self) -> None:
+        """Another master begins without a log, or an operator ends all quotas."""
+        self._quotas = {}
+
+    # Requests
+
+    def received(
+        self, master: Master, origin: tuple[object, int], message: msgspec.Struct, now: float
+    ) -> None:
+        """Call before the master handles a request."""
+        self._asked[origin] = message
+        self._last_id = master.objects.last_id
+        self._with_room = []
+        if isinstance(message, m.PutStart) and message.policy.num_replicas > 1:
+            # A durable put needs nodes with an SSD, and a quota may allow fewer replicas.
+            account = master.catalog.tenants.accounts.get(_tenant_of(message))
+            has_quota = account is not None and account.quota_bytes is not None
+            if not message.policy.is_durable and not has_quota:
+                num_bytes = sum(size + ALIGNMENT_BYTES for size in message.sizes)
+                self._with_room = [
+                    segment
+                    for segment in master.segments.mounted.values()
+                    if segment.tier is Tier.MEMORY
+                    and segment.takes_objects(now)
+                    and segment.name not in message.avoid
+                    and segment.allocator.has_hole(num_bytes)
+                ]
+
+    def handled(self, master: Master, message: msgspec.Struct) -> None:
+        """Call when the master has handled the request that it has received, before another one."""
+        if isinstance(message, m.PutEnd):
+            self._put_handled(master, message)
+        elif isinstance(message, (m.PutStart, m.PutWritten)):
+            objects = [*master.objects.writing.values(), *master.objects.readable.values()]
+            granted = [one for one in objects if one.object_id > self._last_id]
+            self._check_quota(_tenant_of(message), objects, granted)
+            if isinstance(message, m.PutStart):
+                self._check_replicas(message, granted)
+
+    def _check_quota(self, tenant: str, objects: list[StoredObject], granted: list[StoredObject]) -> None:
+        """What counts besides (alignment, space that is released later) is the master's decision."""
+        quota_bytes = self._quotas.get(tenant)
+        mine = [one for one in objects if split_scoped(one.key)[0] == tenant]
+        granted = [one for one in granted if one in mine]
+        if quota_bytes is None or not granted:
+            return
+        used_bytes = sum(
+            one.size_bytes * sum(extent.segment.tier is Tier.MEMORY for extent in one.extents) for one in mine
+        )
+        if used_bytes > quota_bytes:
+            what = f"tenant {tenant!r} uses {used_bytes} of {quota_bytes} bytes"
+            raise Violation(f"{what}, and was granted {granted}", Invariant.QUOTA)
+
+    def _check_replicas(self, message: m.PutStart, granted: list[StoredObject]) -> None:
+        for stored in granted:
+            taken = [extent.segment for extent in stored.extents]
+            self._granted[stored.object_id] = taken
+            left = [
+                segment
+                for segment in self._with_room
+                if segment not in taken and segment.allocator.has_hole(stored.size_bytes)
+            ]
+            if left and len(taken) < message.policy.num_replicas:
+                what = f"{stored} has {len(taken)} of {message.policy.num_replicas} replicas"
+                raise Violation(f"{what}, and there is room on {left}", Invariant.REPLICAS)
+
+    def _put_handled(self, master: Master, message: m.PutEnd) -> None:
+        keys = scoped_all(message.tenant, message.keys)
+        for index, (key, object_id) in enumerate(zip(keys, message.object_ids, strict=True)):
+            granted = self._granted.pop(object_id, [])
+            stored = master.objects.readable.get(key)
+            if stored is None or stored.object_id != object_id:
+                continue
+            failed = message.failed[index] if message.failed else []
+            complete = [extent.segment for extent in stored.complete()]
+            lost = [one for one in granted if one.is_alive and one.name not in failed and one not in complete]
+            if lost:
+                raise Violation(f"{stored} was written, and is not on {lost}", Invariant.REPLICAS)
+
+    def replied(self, master: Master, origin: tuple[object, int], reply: msgspec.Struct) -> None:
+        """Call with the answer to a request when the master has made it."""
+        message = self._asked.pop(origin, None)
+        if isinstance(message, m.LookupObjects) and isinstance(reply, m.LookupReply):
+            self._check_found(master, message, [one is not None for one in reply.objects])
+        elif isinstance(message, m.Exists) and isinstance(reply, m.Flags):
+            self._check_found(master, message, [bool(flag) for flag in reply.flags])
+        elif isinstance(message, m.DropReplicas) and isinstance(reply, m.Outcomes):
+            self._check_dropped(master, message, reply)
+
+    def _check_found(self, master: Master, message: m.LookupObjects | m.Exists, found: list[bool]) -> None:
+        awaited = master.segments.awaited
+        for key, is_found in zip(scoped_all(message.tenant, message.keys), found, strict=True):
+            stored = master.objects.readable.get(key)
+            if stored is None or is_found:
+                continue
+            segments = [extent.segment for extent in stored.complete()]
+            if any(awaited.get(segment.name) is segment for segment in segments):
+                raise Violation(f"{key!r} was missed before its node came back", Invariant.RETURNING)
+            alive = [segment for segment in segments if segment.is_alive]
+            if alive:
+                raise Violation(f"{key!r} was missed, and is on {alive}", Invariant.MISS)
+
+    def _check_dropped(self, master: Master, message: m.DropReplicas, reply: m.Outcomes) -> None:
+        for key, outcome in zip(scoped_all(message.tenant, message.keys), reply.outcomes, strict=True):
+            stored = master.objects.readable.get(key)
+            segments = [] if stored is None else [extent.segment for extent in stored.complete()]
+            left = [
+                segment
+                for segment in segments
+                if (segment.name == message.segment if message.segment else segment.tier is Tier.MEMORY)
+            ]
+            if left and isinstance(outcome, bool):
+                what = f"replicas of {key!r} were {'dropped' if outcome else 'not found'}, and are on {left}"
+                raise Violation(what, Invariant.ANSWER)
+
+
+def _tenant_of(message: m.PutStart | m.PutWritten) -> str:
+    return "" if message.tenant == "default" else message.tenant
 
 
 SLACK_S = 0.01
@@ -448,6 +654,7 @@ class Checkers:
         self._mounted: dict[str, Segment] = {}
         """Memory segments that it had mounted, by node."""
         self.history = HistoryChecker(cluster)
+        self.answers = AnswerChecker(cluster)
         self._open: dict[int, tuple[SimClient, str, float]] = {}
         self._num_begun = 0
         self.has_restarts = False
@@ -484,6 +691,11 @@ class Checkers:
         return self._faults.has_oplog
 
     @property
+    def all_nodes_stay(self) -> bool:
+        """Whether no node has been unreachable or was restarted."""
+        return self._faults.is_calm and not self.has_restarts
+
+    @property
     def last_look_s(self) -> float:
         """How long before the end of its lease a reader must have read."""
         return CLOCK_SLACK_S if self._faults.clock_drift else 1e-6
@@ -502,9 +714,18 @@ class Checkers:
             )
         wrong = None if look is None else self.history.why_wrong(look, key, value)
         if wrong is not None:
-            rule, what = wrong
-            story = "\n    ".join(self._cluster.master.master.story(key))
-            raise Violation(f"{how}: {what}\n    {story}", rule)
+            raise self._with_story(wrong, key, how)
+
+    def presence_answered(self, key: str, is_there: bool, how: str, look: KeyRead) -> None:
+        """A client was answered whether there is an object under the key."""
+        wrong = self.history.why_wrong_presence(look, key, is_there)
+        if wrong is not None:
+            raise self._with_story(wrong, key, how)
+
+    def _with_story(self, wrong: tuple[Invariant, str], key: str, how: str) -> Violation:
+        rule, what = wrong
+        story = "\n    ".join(self._cluster.master.master.story(key))
+        return Violation(f"{how}: {what}\n    {story}", rule)
 
     # Space
 
@@ -574,7 +795,7 @@ class Checkers:
 
     def _add(self, promise: SpaceGrant) -> None:
         now = self._cluster.kernel.now
-        if promise.object_id in self._ghosts:
+        if promise.object_id in self._ghosts or promise.ends_at <= now:
             return
         self._promises = [p for p in self._promises if p.ends_at > now and p.segment.is_alive]
         for other in self._promises:
@@ -602,6 +823,11 @@ class Checkers:
 
     # Objects
 
+    def client_crashed(self, client: SimClient) -> None:
+        """The changes that it had begun have no answer."""
+        self.history.client_crashed(client)
+        self.answers.quota_changes.client_crashed(client)
+
     def is_resurrected(self, object_id: int) -> bool:
         """Whether its bytes may belong to another object, which readers detect by checksums."""
         return object_id in self._ghosts
@@ -609,6 +835,7 @@ class Checkers:
     def master_died(self, master: Master) -> None:
         if self._faults.has_oplog:
             return
+        self.answers.quotas_unknown()
         for node in self._cluster.nodes.values():
             for segment in node.segments.values():
                 known = master.segments.find(segment.name, segment.epoch)
@@ -666,31 +893,6 @@ class Checkers:
         if HARMLESS_UNMOUNT in reasons[-1] or not any(reason in reasons[-1] for reason in allowed):
             raise Violation(f"{key!r} #{object_id} was lost: {reasons[-1]}", Invariant.CAUSE)
 
-    def lookup_answered(self, master: Master, message: m.LookupObjects, reply: msgspec.Struct) -> None:
-        """Call with the answer to a lookup when the master has made it."""
-        found = reply.objects if isinstance(reply, m.LookupReply) else ()
-        awaited = master.segments.awaited
-        for key, one in zip(scoped_all(message.tenant, message.keys), found, strict=False):
-            stored = master.objects.readable.get(key)
-            extents = stored.complete() if stored is not None and one is None else []
-            if any(awaited.get(extent.segment.name) is extent.segment for extent in extents):
-                raise Violation(f"{key!r} was missed before its node came back", Invariant.RETURNING)
-
-    # Tenants
-
-    def put_handled(self, master: Master, tenant: str, last_id: int) -> None:
-        """Call after a message about puts of a tenant; objects with ids above ``last_id`` were granted by
-        it."""
-        name = "" if tenant == "default" else tenant
-        account = master.catalog.tenants.accounts.get(name)
-        if account is None or account.quota_bytes is None or account.used_bytes <= account.quota_bytes:
-            return
-        objects = [*master.objects.writing.values(), *master.objects.readable.values()]
-        granted = [one for one in objects if one.object_id > last_id and one.account is account]
-        if granted:
-            what = f"tenant {name!r} uses {account.used_bytes} of {account.quota_bytes} bytes"
-            raise Violation(f"{what}, and was granted {granted}", Invariant.QUOTA)
-
     # Operations
 
     def operation_began(
@@ -702,15 +904,17 @@ class Checkers:
         self._open[number] = (client, name, client.process.clock.instant(deadline))
 
         def ended() -> None:
-            del self._open[number]
+            self._check_end(*self._open.pop(number))
 
         return ended
 
-    def check_ends(self, patience_s: float = SLACK_S) -> None:
+    def check_ends(self) -> None:
         """Check that no live process waits beyond a deadline. May be called at any time."""
-        now = self._cluster.kernel.now
-        for client, name, deadline in list(self._open.values()):
-            due_at = max(deadline, client.process.paused_until) + patience_s
-            if client.process.is_alive and now > due_at:
-                what = f"{client.name} still waits in {name}, which had to end at {deadline:.3f}"
-                raise Violation(what, Invariant.DEADLINE)
+        for operation in self._open.values():
+            self._check_end(*operation)
+
+    def _check_end(self, client: SimClient, name: str, deadline: float) -> None:
+        due_at = max(deadline, client.process.paused_until) + SLACK_S
+        if client.process.is_alive and self._cluster.kernel.now > due_at:
+            what = f"{client.name} waited in {name} beyond {deadline:.3f}, when it had to end"
+            raise Violation(what, Invariant.DEADLINE)

@@ -17,7 +17,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mooncake.sim.faults.cluster_faults import MastersFaults
-from mooncake.sim.faults.invariants import Checkers, Violation
+from mooncake.sim.faults.invariants import Checkers, Invariant, Violation
 from mooncake.store.ha.standby_replication import Followed, StandbyCursor
 from mooncake.store.master.log_records import Record
 from mooncake.store.master.master import Master
@@ -142,11 +142,13 @@ class ReplicationChecker:
         state = state_of(host.master)
         last_id = host.master.objects.last_id
         if last_id < self._last_id:
-            raise Violation(f"{host.name} issues ids from {last_id}, but {self._last_id} was issued")
+            what = f"{host.name} issues ids from {last_id}, but {self._last_id} was issued"
+            raise Violation(what, Invariant.IDS)
         self._last_id = last_id
         if is_complete and self.has_begun and state not in self._possible:
             shown = difference(state, self._possible[0])
-            raise Violation(f"{host.name} leads without what was acknowledged: {shown}")
+            what = f"{host.name} leads without what was acknowledged: {shown}"
+            raise Violation(what, Invariant.SUCCESSION)
         self.has_begun = True
         self._leader = host
         self._possible = [state] if not is_complete else [*self._possible, state]
@@ -184,7 +186,8 @@ class ReplicationChecker:
         """An answer that depends on all records up to ``number`` leaves the leader."""
         if host is not self._leader:
             leader = self._leader.name if self._leader is not None else "no master"
-            raise Violation(f"{host.name} answers although {leader} has begun to lead")
+            what = f"{host.name} answers although {leader} has begun to lead"
+            raise Violation(what, Invariant.LEADER)
         self._possible = [state for at, state in self._states.items() if at >= number]
 
     def applied(self, host: MasterHost, following: StandbyCursor, answer: Followed) -> None:
@@ -196,15 +199,17 @@ class ReplicationChecker:
         has, should = state_of(host.master), self._states[answer.number]
         if has != should:
             shown = difference(has, should)
-            raise Violation(f"{host.name} differs from {leader.name} at {answer.number}: {shown}")
+            what = f"{host.name} differs from {leader.name} at {answer.number}: {shown}"
+            raise Violation(what, Invariant.PREFIX)
         free = _not_held(host.master, leader, self._spaces[answer.number], self._rested)
         if free is not None:
-            raise Violation(f"{host.name} holds no space at {free}, which {leader.name} has allocated")
+            what = f"{host.name} holds no space at {free}, which {leader.name} has allocated"
+            raise Violation(what, Invariant.HELD)
 
     def check_leaders(self) -> None:
         acting = [host for host in self._world.hosts.values() if host.acts]
         if len(acting) > 1:
-            raise Violation(f"two masters act: {[host.name for host in acting]}")
+            raise Violation(f"two masters act: {[host.name for host in acting]}", Invariant.LEADER)
 
 
 def _space(host: MasterHost) -> Space:

@@ -429,7 +429,10 @@ class MasterHost:
             leader = "" if self._leader == self.name else self._leader
             self.send([Reply(origin, Failure("not_leader", leader))])
         else:
+            checker, master = self.world.checkers.answers, self.master
+            checker.received(master, origin, message, now)
             self._post(Received(origin, end, message))
+            checker.handled(master, message)
 
     @property
     def _leader(self) -> str:
@@ -451,6 +454,8 @@ class MasterHost:
 
     def _perform(self, effect: Effect) -> None:
         driver = self._driver
+        if isinstance(effect, Reply):
+            self.world.checkers.answers.replied(self.master, effect.origin, effect.message)
         self.process.then(lambda: self._perform_now(effect) if driver is self._driver else None)
 
     def _perform_now(self, effect: Effect) -> None:

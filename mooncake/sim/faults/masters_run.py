@@ -22,7 +22,7 @@ from mooncake.sim.faults import cluster_faults
 from mooncake.sim.faults.clients import SimClient
 from mooncake.sim.faults.cluster_faults import MASTERS_SETTINGS, MastersFaults
 from mooncake.sim.faults.disks import SimDirectory, SimDisk
-from mooncake.sim.faults.invariants import SpaceGrant, Violation
+from mooncake.sim.faults.invariants import Invariant, SpaceGrant, Violation
 from mooncake.sim.faults.masters_checkers import MastersCheckers, ReplicationChecker
 from mooncake.sim.faults.masters_host import MasterHost
 from mooncake.sim.faults.network import LEASE_STORE, MASTERS, DirectedNetwork, is_not_leader, over_the_wire
@@ -306,13 +306,11 @@ class MastersRun:
         return {**self.world.counts, **self.world.checkers.counts}
 
     def run(self) -> None:
-        """Raises Violation (or a core's AssertionError) with the seed in its message."""
+        """Raises Violation, with the seed in its message."""
         try:
             self._run()
-        except AssertionError as error:
-            last = "\n  ".join(self.kernel.trace[-16:])
-            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
-            raise Violation(message) from error
+        except Exception as error:
+            raise Violation.of_run(error, self.kernel, self.faults, num_lines=16) from error
 
     def _run(self) -> None:
         world = self.world
@@ -509,7 +507,7 @@ class MastersRun:
         name = self.kernel.random.choice(list(self.world.clients))
         if self.world.clients[name].process.is_alive:
             self.world.clients[name].process.crash()
-            self.world.checkers.history.client_crashed(self.world.clients[name])
+            self.world.checkers.client_crashed(self.world.clients[name])
             self._later(self.world.faults.restart_s, lambda: self._start_client(name))
 
     def _make_admin_request(self) -> None:
@@ -559,27 +557,27 @@ class MastersRun:
         acting = [host for host in world.hosts.values() if host.acts]
         if len(acting) != 1:
             raise Violation(
-                f"everything has healed, and {[host.name for host in acting] or 'no master'} leads"
+                f"everything has healed, and {[host.name for host in acting] or 'no master'} leads",
+                Invariant.HEALTH,
             )
         leader = acting[0]
         assert leader.election.record is not None
         listed = [one.address for one in leader.election.record.standbys]
         for name, host in world.hosts.items():
             if not host.is_alive:
-                raise Violation(f"{name} was not started again")
+                raise Violation(f"{name} was not started again", Invariant.HEALTH)
             if host is not leader and not (host.is_in_sync and name in listed):
-                raise Violation(
-                    f"everything has healed, and {name} is not in sync with {leader.name}, which has {listed}"
-                )
+                what = f"{name} is not in sync with {leader.name}, which has {listed}"
+                raise Violation(f"everything has healed, and {what}", Invariant.HEALTH)
         followers = leader.role.followers
         if followers is None or followers.num_held:
-            raise Violation(f"{leader.name} still withholds answers")
+            raise Violation(f"{leader.name} still withholds answers", Invariant.HEALTH)
         for name, client in world.clients.items():
             self._prove_client(name, client)
 
     def _prove_client(self, name: str, client: SimClient) -> None:
         if not client.process.is_alive:
-            raise Violation(f"{name} was not started again")
+            raise Violation(f"{name} was not started again", Invariant.HEALTH)
         key, value = f"proof of {name}", name.encode()
         client.memory[: len(value)] = value
         results: list[object] = []
@@ -594,7 +592,7 @@ class MastersRun:
         self._let_pass(1.0)
         got = bytes(client.memory[1000 : 1000 + len(value)])
         if results != [[None], [len(value)]] or got != value:
-            raise Violation(f"{name} can't put and get in a healed cluster: {results}")
+            raise Violation(f"{name} can't put and get in a healed cluster: {results}", Invariant.HEALTH)
 
     def _prove_promises(self) -> None:
         """Everything that was acknowledged and is still promised can be read."""
@@ -612,4 +610,6 @@ class MastersRun:
             got = None if size is None else bytes(client.memory[1000 : 1000 + size])
             if got is None or (value is not None and got != value):
                 story = "\n    ".join(self.world.master.master.story(key))
-                raise Violation(f"{key!r} was acknowledged and is lost: {results}\n    {story}")
+                raise Violation(
+                    f"{key!r} was acknowledged and is lost: {results}\n    {story}", Invariant.PROMISE
+                )

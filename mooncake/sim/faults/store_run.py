@@ -93,8 +93,6 @@ class SimMaster:
         self._cluster = cluster
         self.overloaded_until = 0.0
         """Whether every message takes its time."""
-        self._lookups: dict[tuple[ConnectionEnd, int], m.LookupObjects] = {}
-        """Those without an answer, by connection and request id."""
         if standby is not None:
             self.master.settle(self.process.now)
             self.master.check()
@@ -132,12 +130,10 @@ class SimMaster:
     def _accept(self, end: ConnectionEnd) -> None:
         def received(frame: tuple[int, msgspec.Struct]) -> None:
             request_id, message = frame
-            last_id = self.master.objects.last_id
-            if isinstance(message, m.LookupObjects):
-                self._lookups[end, request_id] = message
-            self._driver.post(Received((end, request_id), end, message))
-            if isinstance(message, (m.PutStart, m.PutWritten)):
-                self._cluster.checkers.put_handled(self.master, message.tenant, last_id)
+            answers, origin = self._cluster.checkers.answers, (end, request_id)
+            answers.received(self.master, origin, message, self.process.now)
+            self._driver.post(Received(origin, end, message))
+            answers.handled(self.master, message)
             if self._cluster.kernel.now < self.overloaded_until:
                 self.process.pause(self._cluster.faults.handler_s)
 
@@ -149,9 +145,7 @@ class SimMaster:
             return  # it ended while it logged what comes before this
         if isinstance(effect, Reply):
             end, request_id = effect.origin
-            lookup = self._lookups.pop((end, request_id), None)
-            if lookup is not None:
-                self._cluster.checkers.lookup_answered(self.master, lookup, effect.message)
+            self._cluster.checkers.answers.replied(self.master, effect.origin, effect.message)
             frame = (request_id, over_the_wire(effect.message, _replies))
             self.process.when_awake(lambda: end.send(frame))
         elif isinstance(effect, AppendRecords):
@@ -275,14 +269,11 @@ class StoreRun:
         return self.cluster.checkers.counts
 
     def run(self) -> None:
-        """Raises Violation (or a core's AssertionError) with the seed in its message."""
+        """Raises Violation, with the seed in its message."""
         try:
             self._run()
-        except AssertionError as error:
-            last = "\n  ".join(self.kernel.trace[-12:])
-            drawn = f"{self.faults}\n{self.load}"
-            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{drawn}\n  {last}"
-            raise Violation(message, getattr(error, "rule", None) or Invariant.CORE) from error
+        except Exception as error:
+            raise Violation.of_run(error, self.kernel, self.faults, self.load) from error
 
     def _run(self) -> None:
         if len(self._disks) < len(self._sizes) and not self.load.evict_undemoted:
@@ -447,7 +438,7 @@ class StoreRun:
         name = self.kernel.random.choice(list(self.cluster.clients))
         if self.cluster.clients[name].process.is_alive:
             self.cluster.clients[name].process.crash()
-            self.cluster.checkers.history.client_crashed(self.cluster.clients[name])
+            self.cluster.checkers.client_crashed(self.cluster.clients[name])
             self._restart_later(lambda: self._start_client(name))
 
     def _corrupt(self) -> None:
@@ -482,6 +473,7 @@ class StoreRun:
         # The number of some is unknown, because the answer was lost; each may have been begun twice.
         for job_id in range(1, 2 * self.cluster.num_jobs + 1):
             self._ask(m.AskJob(job_id, cancel=True))
+        self.cluster.checkers.answers.quotas_unknown()
         for tenant in self.load.tenants:
             self._ask(m.SetQuota(tenant, None))
         self._restart_retired()

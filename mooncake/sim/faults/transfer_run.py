@@ -315,13 +315,11 @@ class TransferRun:
         self._open: dict[int, float] = {}
 
     def run(self) -> None:
-        """Raises Violation (or a core's AssertionError) with the seed in its message."""
+        """Raises Violation, with the seed in its message."""
         try:
             self._run()
-        except AssertionError as error:
-            last = "\n  ".join(self.kernel.trace[-12:])
-            message = f"seed {self.kernel.seed} at {self.kernel.now:.6f}: {error}\n{self.faults}\n  {last}"
-            raise Violation(message, getattr(error, "rule", None) or Invariant.CORE) from error
+        except Exception as error:
+            raise Violation.of_run(error, self.kernel, self.faults) from error
 
     def _run(self) -> None:
         self._build()

@@ -24,6 +24,7 @@ from mooncake.errors import Refusal
 from mooncake.sim.faults.clients import SimClient
 from mooncake.sim.faults.invariants import Invariant, KeyChange, SpaceGrant, Violation
 from mooncake.store import messages as m
+from mooncake.store.client.effects import Operation
 from mooncake.store.client.grants import PutGrant, ReadGrant
 from mooncake.store.master.objects import scoped
 from mooncake.store.settings import MasterSettings
@@ -220,6 +221,24 @@ class WorkloadClient:
     def _deadline(self) -> float:
         return self._client.now + TIMEOUT_S
 
+    def _run_for_each(
+        self,
+        operation: Operation[Any],
+        num_results: int,
+        deadline: float,
+        done: Callable[[Any, Exception | None], None],
+    ) -> None:
+        """Run an operation that answers for each of so many objects."""
+        name = getattr(operation, "__name__", "operation")
+
+        def checked(results: Any, error: Exception | None) -> None:
+            if results is not None and len(results) != num_results:
+                what = f"{name} answered {self._client.name} {len(results)} results for {num_results} objects"
+                raise Violation(what, Invariant.ANSWER)
+            done(results, error)
+
+        self._client.run(operation, deadline, checked)
+
     # Whole objects
 
     def _put(self) -> None:
@@ -244,13 +263,14 @@ class WorkloadClient:
         def done(outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
             if outcomes is None:
                 self._checkers.history.failed(change)
-            for key, value, outcome in zip(keys, values, outcomes or (), strict=False):
-                self._checkers.history.put(
-                    change, self._known(key), value, outcome, policy.is_durable, replace
-                )
+            else:
+                for key, value, outcome in zip(keys, values, outcomes, strict=True):
+                    self._checkers.history.put(
+                        change, self._known(key), value, outcome, policy.is_durable, replace
+                    )
             self._count_puts(outcomes, error)
 
-        self._client.run(operation, deadline, done)
+        self._run_for_each(operation, len(keys), deadline, done)
 
     def _parents(self, keys: list[str]) -> list[str]:
         """The key before it, for most keys; empty where eviction ignores parents."""
@@ -292,7 +312,7 @@ class WorkloadClient:
             else:
                 self._count_puts(outcomes, error)
 
-        self._client.run(operation, deadline, done)
+        self._run_for_each(operation, 1, deadline, done)
 
     def _count_puts(self, outcomes: list[Refusal | None] | None, error: Exception | None) -> None:
         if error is not None:
@@ -308,16 +328,22 @@ class WorkloadClient:
         look = self._checkers.history.begin_read([self._known(key) for key in keys])
 
         def done(sizes: list[int | None] | None, error: Exception | None) -> None:
-            if error is not None:
+            if sizes is None:
                 self._checkers.counts["errors"] += 1
-            for key, address, size in zip(keys, addresses, sizes or (), strict=False):
+                self._next()
+                return
+            for key, address, size in zip(keys, addresses, sizes, strict=True):
                 self._checkers.counts["misses" if size is None else "hits"] += 1
                 if size is not None:
                     value = bytes(self._client.memory[address : address + size])
                     self._checkers.value_read(self._known(key), value, f"{self._client.name}'s get", look)
+                else:
+                    self._checkers.presence_answered(
+                        self._known(key), False, f"{self._client.name}'s get", look
+                    )
             self._next()
 
-        self._client.run(operation, deadline, done)
+        self._run_for_each(operation, len(keys), deadline, done)
 
     # Puts in parts, with time between them
 
@@ -351,7 +377,7 @@ class WorkloadClient:
                 self._checkers.history.failed(change)
                 self._next()
 
-        self._client.run(operation, deadline, started)
+        self._run_for_each(operation, len(keys), deadline, started)
 
     def _write_next(self, work: PartialPut, part: int, parts: int) -> None:
         """Write part ``part`` of ``parts`` of every object."""
@@ -372,7 +398,7 @@ class WorkloadClient:
             else:
                 self._finish(work)
 
-        self._client.run(operation, deadline, written)
+        self._run_for_each(operation, len(work.grants), deadline, written)
 
     def _finish(self, work: PartialPut) -> None:
         choice = self._kernel.random.random()
@@ -381,16 +407,16 @@ class WorkloadClient:
         if choice < 0.1:
             self._next()
         elif choice < 0.2:
-            self._client.run(self._client.operations.abort_puts(work.grants, deadline), deadline, self._next)
+            operation: Operation[Any] = self._client.operations.abort_puts(work.grants, deadline)
+            self._run_for_each(operation, len(work.grants), deadline, self._next)
         else:
             for grant, promise in zip(work.grants, work.promises, strict=True):
                 if grant.failure is None:
                     # All its writes have ended: it no longer needs the space, whatever the result of the end
                     # request.
                     self._checkers.released(promise)
-            self._client.run(
-                self._client.operations.end_puts(work.grants, deadline), deadline, self._count_puts
-            )
+            operation = self._client.operations.end_puts(work.grants, deadline)
+            self._run_for_each(operation, len(work.grants), deadline, self._count_puts)
 
     # Reads of memory in place, as a view does
 
@@ -411,7 +437,8 @@ class WorkloadClient:
 
         def opened(grants: list[ReadGrant | None] | None, error: Exception | None) -> None:
             grant = grants[0] if grants else None
-            if grant is None or not grant.segment.is_alive:
+            # A client that was paused may get the answer after the end of the lease.
+            if grant is None or not grant.segment.is_alive or not self._may_look(grant):
                 self._next()
                 return
             promises = self._checkers.promised(self._client, grant)
@@ -421,7 +448,11 @@ class WorkloadClient:
             first = grant.segment.read(grant.address, grant.size_bytes)
             leased(grant, first, promises)
 
-        self._client.run(self._client.operations.open_reads(keys, deadline), deadline, opened)
+        self._run_for_each(self._client.operations.open_reads(keys, deadline), len(keys), deadline, opened)
+
+    def _may_look(self, grant: ReadGrant) -> bool:
+        """Whether the lease has not ended, by a clock that may be a little slow."""
+        return grant.expires_at - self._checkers.last_look_s > self._client.now
 
     def _still_there(self, grant: ReadGrant, first: bytes) -> bool:
         """Whether the lease holds and the bytes are what they were."""
@@ -448,7 +479,7 @@ class WorkloadClient:
                     self._checkers.renewed(self._client, grant, promises)
                 self._look_again(grant, first, promises, num_renewals - 1)
 
-            self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
+            self._run_for_each(self._client.operations.renew([grant], deadline), 1, deadline, renewed)
             return
         # The last read is just before the end, by a clock that may be a little slow.
         last_s = self._checkers.last_look_s
@@ -461,8 +492,23 @@ class WorkloadClient:
     # Metadata
 
     def _exists(self) -> None:
-        deadline = self._deadline
-        self._client.run(self._client.operations.exists(self._some_keys(), deadline), deadline, self._next)
+        keys, deadline = self._some_keys(), self._deadline
+        operation = self._client.operations.exists(keys, deadline)
+        self._run_for_each(operation, len(keys), deadline, self._presence_checked(keys, "exists"))
+
+    def _presence_checked(
+        self, keys: list[str], name: str
+    ) -> Callable[[list[Any] | None, Exception | None], None]:
+        """What takes the answer to a request that begins now: whether there are objects under the keys."""
+        look = self._checkers.history.begin_read([self._known(key) for key in keys])
+
+        def done(flags: list[Any] | None, error: Exception | None) -> None:
+            for key, is_there in zip(keys if flags is not None else (), flags or (), strict=True):
+                how = f"{self._client.name}'s {name}"
+                self._checkers.presence_answered(self._known(key), is_there is True, how, look)
+            self._next()
+
+        return done
 
     def _remove(self) -> None:
         deadline, keys = self._deadline, self._some_own_keys()[:2]
@@ -472,17 +518,18 @@ class WorkloadClient:
         def done(outcomes: list[bool | Refusal] | None, error: Exception | None) -> None:
             if outcomes is None:
                 self._checkers.history.failed(change)
-            for key, outcome in zip(keys, outcomes or (), strict=False):
-                self._checkers.history.removed(change, self._known(key), outcome)
+            else:
+                for key, outcome in zip(keys, outcomes, strict=True):
+                    self._checkers.history.removed(change, self._known(key), outcome)
             self._next()
 
-        self._client.run(self._client.operations.remove(keys, force, deadline), deadline, done)
+        self._run_for_each(self._client.operations.remove(keys, force, deadline), len(keys), deadline, done)
 
     def _pin(self) -> None:
         deadline, ttl_s = self._deadline, self._kernel.random.choice((0.0, 1.0, 20.0))
-        self._client.run(
-            self._client.operations.pin(self._some_keys(), ttl_s, deadline), deadline, self._next
-        )
+        keys = self._some_keys()
+        operation = self._client.operations.pin(keys, ttl_s, deadline)
+        self._run_for_each(operation, len(keys), deadline, self._presence_checked(keys, "pin"))
 
 
 RENEWALS = 3
@@ -528,8 +575,14 @@ class MixedWorkloadClient(WorkloadClient):
         ]
         return super()._choices() + [(work, weight) for work, weight in further if weight]
 
-    def _ask(self, message: msgspec.Struct, then: Callable[[object], None]) -> None:
-        """Send; ``then`` gets the reply. Without one the client continues with another request."""
+    def _ask(
+        self,
+        message: msgspec.Struct,
+        then: Callable[[object], None],
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send; ``then`` gets the reply. Without one, call ``failed``, and the client continues with another
+        request."""
         deadline = self._client.now + 3.0
         self._client.cluster.num_jobs += isinstance(message, (m.DrainSegments, m.CopyObject))
 
@@ -537,6 +590,7 @@ class MixedWorkloadClient(WorkloadClient):
             self._checkers.counts["requests"] = self._checkers.counts.get("requests", 0) + 1
             if error is not None:
                 self._checkers.counts["errors"] += 1
+                failed()
                 self._next()
             else:
                 then(reply)
@@ -578,7 +632,15 @@ class MixedWorkloadClient(WorkloadClient):
 
     def _set_quota(self) -> None:
         size_bytes = self._kernel.random.choice((None, 0, 500, 4000, 20000))
-        self._ask(m.SetQuota(self._client.tenant, size_bytes), self._next)
+        answers = self._checkers.answers
+        change = answers.quota_began(self._client)
+
+        def set_it(reply: object) -> None:
+            answers.quota_set(change, size_bytes if isinstance(reply, m.Quotas) else None)
+            self._next()
+
+        message = m.SetQuota(self._client.tenant, size_bytes)
+        self._ask(message, set_it, lambda: answers.quota_changes.failed(change))
 
     def _remove_matching(self) -> None:
         pattern, force = self._kernel.random.choice(self._patterns), self._kernel.chance(0.7)
@@ -609,7 +671,8 @@ class MixedWorkloadClient(WorkloadClient):
                 self._checkers.history.ended(change)
             self._next()
 
-        self._client.run(self._client.operations.drop_replicas(keys, segment, deadline), deadline, done)
+        operation = self._client.operations.drop_replicas(keys, segment, deadline)
+        self._run_for_each(operation, len(keys), deadline, done)
 
     # Views that stay open
 
@@ -637,4 +700,4 @@ class MixedWorkloadClient(WorkloadClient):
                 self._checkers.renewed(self._client, grant, promises)
 
         deadline = now + wait_s
-        self._client.run(self._client.operations.renew([grant], deadline), deadline, renewed)
+        self._run_for_each(self._client.operations.renew([grant], deadline), 1, deadline, renewed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -343,6 +344,104 @@ def misses_objects_before_their_nodes_are_back(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(put_queue.NodeReturns, "holds", lambda self, event, now: False)
 
 
+def answers_the_opposite_of_exists(patch: pytest.MonkeyPatch) -> None:
+    exists = operations.Operations.exists
+
+    def broken(self: operations.Operations, *given: object) -> Operation[list[bool]]:
+        flags = yield from exists(self, *given)  # type: ignore[arg-type]
+        return [not flag for flag in flags]
+
+    patch.setattr(operations.Operations, "exists", broken)
+
+
+def answers_for_the_first_object_only(patch: pytest.MonkeyPatch) -> None:
+    put_all = operations.Operations.put
+
+    def broken(self: operations.Operations, *given: object, **named: object) -> Operation[list[Any]]:
+        outcomes = yield from put_all(self, *given, **named)  # type: ignore[arg-type]
+        return outcomes[:1]
+
+    patch.setattr(operations.Operations, "put", broken)
+
+
+def answers_dropped_and_keeps_them(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, message: messages.DropReplicas, *_: object) -> messages.Outcomes:
+        return messages.Outcomes([True] * len(message.keys))
+
+    patch.setattr(object_requests.RemoveRequests, "drop_replicas", broken)
+
+
+def misses_what_others_read(patch: pytest.MonkeyPatch) -> None:
+    found = object_requests.LookupRequests._found
+
+    def broken(
+        self: object_requests.LookupRequests, stored: objects.StoredObject, lease_until: float, now: float
+    ) -> messages.Stored | None:
+        return None if stored.lease_until > now else found(self, stored, lease_until, now)
+
+    patch.setattr(object_requests.LookupRequests, "_found", broken)
+
+
+def reads_nothing(patch: pytest.MonkeyPatch) -> None:
+    get_into = operations.Operations.get_into
+
+    def broken(self: operations.Operations, *given: object) -> Operation[list[int | None]]:
+        sizes = yield from get_into(self, *given)  # type: ignore[arg-type]
+        return [None] * len(sizes)
+
+    patch.setattr(operations.Operations, "get_into", broken)
+
+
+def reserves_one_replica(patch: pytest.MonkeyPatch) -> None:
+    put_start = put.PutRequests.put_start
+
+    def broken(self: put.PutRequests, message: messages.PutStart, *rest: object) -> object:
+        policy = msgspec.structs.replace(message.policy, num_replicas=1)
+        return put_start(self, msgspec.structs.replace(message, policy=policy), *rest)  # type: ignore[arg-type]
+
+    patch.setattr(put.PutRequests, "put_start", broken)
+
+
+def keeps_the_first_replica_only(patch: pytest.MonkeyPatch) -> None:
+    end = put.PutRequests._end
+
+    def broken(self: put.PutRequests, key: str, *rest: object) -> object:
+        outcome = end(self, key, *rest)  # type: ignore[arg-type]
+        stored = self._catalog.objects.readable.get(key)
+        for extent in stored.complete()[1:] if outcome is True and stored is not None else ():
+            self._catalog.drop_extent(stored, extent, "one is enough", rest[-1])  # type: ignore[arg-type]
+        return outcome
+
+    patch.setattr(put.PutRequests, "_end", broken)
+
+
+def forgets_quotas(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tenants.Tenants, "set_quota", lambda self, *given: None)
+
+
+def retries_a_moment_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    ask_again = operations.Operations._ask_again
+
+    def broken(
+        self: operations.Operations, message: msgspec.Struct, deadline: float, answer: MasterReply
+    ) -> Operation[MasterReply]:
+        return ask_again(self, message, deadline + 0.3, answer)
+
+    patch.setattr(operations.Operations, "_ask_again", broken)
+
+
+def looks_up_a_key_that_is_not_there(patch: pytest.MonkeyPatch) -> None:
+    """A core that fails by another error than an assertion."""
+    put_end = put.PutRequests.put_end
+
+    def broken(self: put.PutRequests, message: messages.PutEnd, *rest: object) -> object:
+        if message.object_ids and message.object_ids[0] % 16 == 0:
+            raise KeyError("lost")
+        return put_end(self, message, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(put.PutRequests, "put_end", broken)
+
+
 @dataclasses.dataclass(frozen=True)
 class Bug:
     """A bug that ``rule`` finds, in some seeds; in others another rule may detect it first."""
@@ -366,14 +465,23 @@ SUCCESSION = ClusterFaults(crash_master_every_s=4.0, has_oplog=True)
 QUICK_TAKEOVER = ClusterFaults(crash_master_every_s=14.0, restart_s=0.1, has_oplog=True, has_standby=True)
 MOVES = WorkloadMix(view=10.0, copy=10.0)
 OPERATED = WorkloadMix(drain=2.0, copy=1.0)
+DROPS = WorkloadMix(drop_replicas=2.0)
 TENANTS = WorkloadMix(quota=2.0, tenants=("shop", "bank"))
 
 BUGS = (
     Bug(loses_count_of_what_a_tenant_uses, Invariant.CORE),
+    Bug(looks_up_a_key_that_is_not_there, Invariant.CORE),
     Bug(accepts_any_bytes, Invariant.VALUE, ClusterFaults(corruption_every_s=0.5)),
     Bug(forgets_what_was_removed, Invariant.VALUE, SUCCESSION, begin=67),
     Bug(answers_removed_and_keeps_it, Invariant.PHANTOM, ClusterFaults()),
     Bug(answers_replaced_and_keeps_the_old_one, Invariant.STALE, ClusterFaults()),
+    Bug(answers_the_opposite_of_exists, Invariant.PHANTOM, ClusterFaults()),
+    Bug(answers_for_the_first_object_only, Invariant.ANSWER, ClusterFaults()),
+    Bug(answers_dropped_and_keeps_them, Invariant.ANSWER, ClusterFaults(), DROPS),
+    Bug(misses_what_others_read, Invariant.MISS, ClusterFaults()),
+    Bug(reads_nothing, Invariant.MISS, ClusterFaults()),
+    Bug(reserves_one_replica, Invariant.REPLICAS, ClusterFaults()),
+    Bug(keeps_the_first_replica_only, Invariant.REPLICAS, ClusterFaults()),
     Bug(reuses_space_at_once, Invariant.LEASE, begin=4),
     Bug(forgets_the_last_master, Invariant.SPACE, dataclasses.replace(LATE, crash_master_every_s=4.0)),
     Bug(logs_no_renewed_space, Invariant.SPACE, QUICK_TAKEOVER, MOVES, begin=58),
@@ -397,8 +505,14 @@ BUGS = (
     ),
     Bug(misses_objects_before_their_nodes_are_back, Invariant.RETURNING, SUCCESSION),
     Bug(counts_no_quota, Invariant.QUOTA, ClusterFaults(), TENANTS),
+    Bug(forgets_quotas, Invariant.QUOTA, ClusterFaults(), TENANTS),
     Bug(
         retries_beyond_the_deadline,
+        Invariant.DEADLINE,
+        ClusterFaults(crash_master_every_s=5.0, restart_s=8.0, slow_chance=0.5),
+    ),
+    Bug(
+        retries_a_moment_beyond_the_deadline,
         Invariant.DEADLINE,
         ClusterFaults(crash_master_every_s=5.0, restart_s=8.0, slow_chance=0.5),
     ),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mooncake.sim.faults.election_run import ElectionRun
-from mooncake.sim.faults.invariants import Violation
+from mooncake.sim.faults.invariants import Invariant, Violation
 from mooncake.store.ha.election import Election
 from tests.sim.faults.masters_bugs import (
     counts_only_its_own_lease,
@@ -61,21 +61,27 @@ def assumes_that_it_has_everything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_is_complete", True)
 
 
+def never_leads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Election, "leads", lambda self, now: False)
+
+
 @pytest.mark.parametrize(
-    "bug",
+    ("bug", "rule"),
     [
-        acts_until_it_is_notified,
-        takes_over_at_once,
-        waits_for_no_standby,
-        assumes_that_it_has_everything,
-        counts_only_its_own_lease,
-        forgets_lists_that_may_be_in_the_record_yet,
+        (acts_until_it_is_notified, Invariant.LEADER),
+        (takes_over_at_once, Invariant.LEADER),
+        (waits_for_no_standby, Invariant.SUCCESSION),
+        (assumes_that_it_has_everything, Invariant.SUCCESSION),
+        (counts_only_its_own_lease, Invariant.LEADER),
+        (forgets_lists_that_may_be_in_the_record_yet, Invariant.SUCCESSION),
+        (never_leads, Invariant.HEALTH),
     ],
 )
 def test_a_planted_bug_is_found(
-    bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    bug: Callable[[pytest.MonkeyPatch], None], rule: Invariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    with pytest.raises(Violation, match="seed"):
+    with pytest.raises(Violation, match="seed") as found:
         for seed in range(100):
             ElectionRun(seed).run()
+    assert found.value.rule is rule

@@ -15,6 +15,7 @@ from mooncake.sim.faults.invariants import LATE_S, HistoryChecker, Invariant, Vi
 from mooncake.sim.faults.store_run import StoreCluster, StoreRun
 from mooncake.sim.faults.workload import SETTINGS
 from mooncake.sim.kernel import Kernel
+from tests.sim.faults.masters_bugs import RULES as MASTERS_RULES
 from tests.sim.faults.planted_bugs import BUGS, Bug
 from tests.sim.faults.test_transfer_run import RULES as TRANSFER_RULES
 
@@ -23,7 +24,7 @@ MIXES = list(dict.fromkeys((bug.faults, bug.load) for bug in BUGS if bug.faults 
 
 
 def test_every_rule_has_a_bug() -> None:
-    assert {bug.rule for bug in BUGS} | TRANSFER_RULES == set(Invariant)
+    assert {bug.rule for bug in BUGS} | MASTERS_RULES | TRANSFER_RULES == set(Invariant)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -89,4 +89,4 @@ def test_without_the_bug_nothing_is_violated(bug: Bug) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert first_seed(bug, monkeypatch) is not None, f"none of 100 seeds finds it by {BUGS[bug]!r}"
+    assert first_seed(bug, monkeypatch) is not None, f"none of 100 seeds finds it by {BUGS[bug]}"
