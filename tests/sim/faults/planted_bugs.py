@@ -524,7 +524,7 @@ BUGS = (
         Invariant.PROMISE,
         ClusterFaults(crash_node_every_s=2.0, power_loss_chance=0.5),
         WorkloadMix(durable_small_puts=1.0),
-        begin=66,
+        begin=303,
     ),
     Bug(forgets_to_write_some_objects_down, Invariant.REASON, SUCCESSION),
     Bug(lets_writers_write_without_end, Invariant.WRITING, ClusterFaults(crash_client_every_s=3.0)),

@@ -30,7 +30,7 @@ def test_every_rule_has_a_bug() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found_by_its_rule(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     bug.plant(monkeypatch)
-    for seed in range(bug.begin, MAX_SEEDS):
+    for seed in range(bug.begin, bug.begin + MAX_SEEDS):
         try:
             StoreRun(seed, bug.faults, bug.load).run()
         except Violation as violation:
