@@ -115,7 +115,8 @@ def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[N
     """
     addresses = np.array([address for address, _ in spans], dtype=np.uint64)
     sizes = np.array([size_bytes for _, size_bytes in spans], dtype=np.uint64)
-    with session.registered.in_use(spans):
+    use = session.registered.begin_use(spans)
+    try:
         missing = session.registered.uncovered(addresses, sizes)
         if missing is None:
             yield
@@ -134,3 +135,5 @@ def registered_spans(session: StoreSession, spans: Sequence[Span]) -> Iterator[N
         finally:
             for region in regions:
                 session.engine.unregister(region)
+    finally:
+        session.registered.end_use(use)

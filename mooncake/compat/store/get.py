@@ -258,8 +258,11 @@ def read_objects(session: StoreSession, keys: list[str], parts: list[Sequence[Sp
     if is_usual and all(are_accessible(session, parts, to_write=True)):
         with contextlib.suppress(InvalidArgument):  # too small; which one is found below
             began = time.monotonic()
-            with session.registered.in_use(spans):
+            use = session.registered.begin_use(spans)
+            try:
                 sizes = session.store.get_batch_into(keys, spans)
+            finally:
+                session.registered.end_use(use)
             session.client_metrics.count_bytes("read", sum(size or 0 for size in sizes))
             codes = [MISS if size is None else size for size in sizes]
             missing = [at for at, code in enumerate(codes) if code == MISS]

@@ -334,10 +334,13 @@ def _put_some(
     is_left_to_store = num_bytes <= batches.SLOW_PART_BYTES or options.policy.is_durable
     if is_left_to_store and all(len(spans) == 1 for spans in parts):
         spans = [spans[0] for spans in parts]
-        with session.registered.in_use(spans):
+        use = session.registered.begin_use(spans)
+        try:
             outcomes = session.store.put_batch(
                 keys, spans, options.policy, groups=options.groups, replace=replace
             )
+        finally:
+            session.registered.end_use(use)
         return _counted(session, keys, parts, outcomes)
     with registered_spans(session, [span for spans in parts for span in spans]):
         outcomes = [None] * len(keys)

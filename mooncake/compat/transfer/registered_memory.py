@@ -8,10 +8,9 @@ registered once, shared with peers on this host, and backed by real memory only 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -95,21 +94,21 @@ class RegisteredMemory:
                 f"unregister {unknown[0]:#x}: nothing registered begins there",
             )
 
-    @contextlib.contextmanager
-    def in_use(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Keep what is registered of these spans, (address, size) each, in the engine within the block.
+    def begin_use(self, spans: Sequence[tuple[int, int]]) -> object:
+        """Keep what is registered of these spans, (address, size) each, in the engine until ``end_use``.
 
         Another thread may register and unregister the same memory around each of its own calls, and the
-        engine takes any region that contains the bytes: it would cancel the transfers of this block.
+        engine takes any region that contains the bytes: it would cancel the transfers of this call.
         """
         call = object()
         with self._lock:
             self._spans_in_use[call] = spans
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._spans_in_use[call]
+        return call
+
+    def end_use(self, call: object) -> None:
+        with self._lock:
+            del self._spans_in_use[call]
+            if self._retired:
                 for span, region in list(self._retired.items()):
                     if not self._is_in_use(region):
                         del self._retired[span]
