@@ -189,7 +189,7 @@ async def test_quotas_are_set_reported_and_removed(served: MasterWithHttp) -> No
     assert (status, set_["requested_quota_bytes"]) == (200, 4096)
     await served.put("a", tenant="t")
     _, reply = await served.ask(f"{path}?tenant_id=t")
-    assert (reply["effective_quota_bytes"], reply["charged_bytes"], reply["object_count"]) == (4096, 100, 1)
+    assert (reply["effective_quota_bytes"], reply["charged_bytes"], reply["object_count"]) == (4096, 128, 1)
     _, page = await served.ask("/metrics")
     assert 'mooncake_tenant_quota_requested_bytes{tenant_id="t"} 4096.0' in page
     assert 'mooncake_tenant_quota_charged_bytes{tenant_id="t"} 100.0' in page
