@@ -118,7 +118,7 @@ class KvEventPublisher:
             task.add_done_callback(self._replays.pop)
 
     def _log_malformed(self, num_frames: int) -> None:
-        """Log at most one such request a second: whoever reaches the socket may send any number of them."""
+        """Log at most one such request a second, as a peer may send any number of them."""
         now = asyncio.get_running_loop().time()
         if now < self._next_log_at:
             self._num_unlogged += 1

@@ -217,7 +217,7 @@ def test_preferred_segments_come_first_and_unknown_ones_are_passed_over(voice: V
 
 @pytest.mark.parametrize("num_keys", [1, 3])
 def test_the_names_of_preferred_segments_are_not_kept(voice: Voice, num_keys: int) -> None:
-    """Of each object they would take more of the master's memory than all the rest."""
+    """They would take more of the master's memory than the rest of each object."""
     voice.mount("a", POOL)
     voice.mount("b", POOL)
     policy = m.PutPolicy(preferred_segments=["b"], soft_pin_ttl_s=5.0)
