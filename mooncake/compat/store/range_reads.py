@@ -51,15 +51,20 @@ def read_parts(
     ]
     moved_bytes = [plan.moved_bytes for plan in plans]
     pieces = list(cut(moved_bytes))
-    if len(pieces) <= 1:
-        good = _read(session, grants, plans)
-    else:
-        with _kept(session, grants):
-            good = [one for at in pieces for one in _read(session, pick(grants, at), pick(plans, at))]
-    missing = [at for at, is_good in enumerate(good) if not is_good]
-    was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
-    if missing and (was_slow or sum(moved_bytes) > batches.SLOW_PART_BYTES):
-        read_again(good, missing, lambda at: _read_slowly(session, pick(grants, at), pick(plans, at)))
+    # Around all of it: the memory is in use between two pieces, too, and while bytes are copied to it.
+    use = session.registered.begin_use([(address, length) for row in parts for _, address, length in row])
+    try:
+        if len(pieces) <= 1:
+            good = _read(session, grants, plans)
+        else:
+            with _kept(session, grants):
+                good = [one for at in pieces for one in _read(session, pick(grants, at), pick(plans, at))]
+        missing = [at for at, is_good in enumerate(good) if not is_good]
+        was_slow = is_late(time.monotonic() - began, session.store.settings.timeout_s)
+        if missing and (was_slow or sum(moved_bytes) > batches.SLOW_PART_BYTES):
+            read_again(good, missing, lambda at: _read_slowly(session, pick(grants, at), pick(plans, at)))
+    finally:
+        session.registered.end_use(use)
     return good
 
 

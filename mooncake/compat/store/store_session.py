@@ -57,7 +57,7 @@ class StoreSession:
         """Seconds that the transfer of so many bytes may take, other than requests to the master."""
         self.store = self.client(settings.timeout_s)
         self._prober = self.client(settings.probe_timeout_s)
-        self.registered = RegisteredMemory(engine)
+        self.registered = RegisteredMemory(engine, self.transfer_s)
         self.temporary_registrations = TemporaryRegistrations(engine.regions)
         self.local = LocalBuffer(engine, arguments.local_buffer_size)
         self.pool = LocalBuffer(engine, 0)

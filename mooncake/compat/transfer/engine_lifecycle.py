@@ -115,7 +115,7 @@ class EngineLifecycle:
                 EngineCode.INVALID_ARGUMENT, f"metadata server {metadata!r}: {error}"
             ) from error
         self._is_p2p = settings.metadata == P2P
-        self._registered = RegisteredMemory(engine)
+        self._registered = RegisteredMemory(engine, engine_settings.transfer_s)
         temporary = self._temporary_registrations = TemporaryRegistrations(engine.regions)
 
         def ended(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,20 +28,54 @@ SLAB_BYTES = 2 << 30
 SMALLEST_BYTES = 8 << 10
 
 
-class RegisteredMemory:
-    """Registered regions and managed buffers of one engine. Thread-safe."""
+class MemoryUse:
+    """Memory that a call in progress uses."""
 
-    def __init__(self, engine: TransferEngine) -> None:
+    __slots__ = ("_ends", "_starts", "ended", "num_bytes", "spans", "thread")
+
+    def __init__(self, spans: Sequence[tuple[int, int]] | npt.NDArray[np.uint64]) -> None:
+        self.spans = spans
+        self.thread = threading.get_ident()
+        self.ended: threading.Event | None = None
+        """Made by the first thread that waits for it."""
+        self.num_bytes = 0
+        self._starts: list[int] | None = None
+        self._ends: list[int] = []
+
+    def overlaps(self, region: Region) -> bool:
+        """Whether some of the region's bytes are used. The spans are sorted when this is first asked."""
+        if self._starts is None:
+            spans = [span for span in self.spans if span[1]]  # an empty one may have any address
+            columns = np.array(spans, dtype=np.uint64).reshape(-1, 2)
+            columns = columns[np.argsort(columns[:, 0])]
+            self.num_bytes = int(columns[:, 1].sum())
+            self._ends = np.maximum.accumulate(columns.sum(axis=1)).tolist()
+            self._starts = columns[:, 0].tolist()
+        before = bisect.bisect_left(self._starts, region.address + region.size_bytes)
+        return before > 0 and self._ends[before - 1] > region.address
+
+
+class RegisteredMemory:
+    """Registered regions and managed buffers of one engine. Thread-safe.
+
+    ``transfer_s``: seconds that a call may take to move so many bytes.
+    """
+
+    def __init__(self, engine: TransferEngine, transfer_s: Callable[[int], float]) -> None:
         self._engine = engine
+        self._transfer_s = transfer_s
         self._lock = threading.RLock()
         self._starts: list[int] = []
         self._regions: dict[int, Region] = {}
         self._columns: tuple[Column, Column, npt.NDArray[np.bool_]] | None = None
         """Starts, ends, and flags of the regions that are writable; None until they are needed again."""
-        self._spans_in_use: dict[object, Sequence[tuple[int, int]]] = {}
-        """Spans of the calls in progress."""
-        self._retired: dict[tuple[int, int], Region] = {}
-        """Regions that the program has unregistered while a call used their memory, by their spans."""
+        self._locations: dict[int, str] = {}
+        """Locations of the regions that were given one, by their starts."""
+        self._uses: dict[MemoryUse, None] = {}
+        """Those of the calls in progress."""
+        self._retired: dict[tuple[int, int], tuple[Region, str]] = {}
+        """Regions, with their locations, that the program has unregistered while a call used their memory, by
+        their spans."""
         self._slabs: list[tuple[Region, int]] = []
         self._free: dict[int, list[int]] = {}
         self._allocated: dict[int, int] = {}
@@ -64,12 +99,15 @@ class RegisteredMemory:
                     can_be_written = self._can_be_written(address, size)
                     self._check_overlap(address, size)
                     memory = (address, size) if can_be_written else _read_only_view(address, size)
-                    region = self._retired.get((address, size))
-                    if region is not None and region.is_writable == can_be_written:
+                    region, retired_where = self._retired.get((address, size), (None, ""))
+                    is_same = retired_where == where
+                    if region is not None and is_same and region.is_writable == can_be_written:
                         del self._retired[address, size]
                     else:
                         region = self._engine.register(memory, where)
                     self._insert(address, region)
+                    if where != ANYWHERE:
+                        self._locations[address] = where
                     added.append(address)
             except BaseException:
                 for address in added:
@@ -79,48 +117,78 @@ class RegisteredMemory:
     def remove(self, addresses: Sequence[int]) -> None:
         """Unregister memory; addresses that are registered are removed even when another is not.
 
+        The program may free the memory afterwards, so this waits for the calls of other threads that use it.
+        A thread that is within a call itself does not, because they may wait for that call: theirs are
+        cancelled, as are those that are late.
+
         Raises:
             EngineCodeError: one of them is not the start of registered memory.
         """
         with self._lock:
             slabs = [slab.address for slab, _ in self._slabs]
             unknown = [a for a in addresses if a not in self._regions or a in slabs]
+            retired: list[Region] = []
             for address in addresses:
                 if address not in unknown and address in self._regions:
-                    self._drop(address)
+                    region = self._regions[address]
+                    if self._drop(address):
+                        retired.append(region)
+            uses = [use for use in self._uses if any(map(use.overlaps, retired))] if retired else []
+            for use in uses:
+                use.ended = use.ended or threading.Event()
+        if retired:
+            self._wait_and_unregister(retired, uses)
         if unknown:
             raise EngineCodeError(
                 EngineCode.ADDRESS_NOT_REGISTERED,
                 f"unregister {unknown[0]:#x}: nothing registered begins there",
             )
 
-    def begin_use(self, spans: Sequence[tuple[int, int]]) -> object:
+    def _wait_and_unregister(self, retired: Sequence[Region], uses: Sequence[MemoryUse]) -> None:
+        """Wait for the end of ``uses`` and unregister what is not registered again by then.
+
+        What a call uses that began meanwhile is unregistered at the end of that one: such a call moves bytes
+        of memory that its own thread keeps.
+        """
+        with self._lock:
+            is_within_call = any(use.thread == threading.get_ident() for use in self._uses)
+        began, have_ended = time.monotonic(), not is_within_call
+        for use in uses if have_ended else ():
+            assert use.ended is not None
+            left_s = began + self._transfer_s(use.num_bytes) - time.monotonic()
+            have_ended = use.ended.wait(max(0.0, left_s)) and have_ended
+        with self._lock:
+            for region in retired:
+                span = region.address, region.size_bytes
+                is_left = self._retired.get(span, (None, ""))[0] is region
+                if is_left and not (have_ended and self._is_in_use(region)):
+                    del self._retired[span]
+                    self._engine.unregister(region)
+
+    def begin_use(self, spans: Sequence[tuple[int, int]] | npt.NDArray[np.uint64]) -> MemoryUse:
         """Keep what is registered of these spans, (address, size) each, in the engine until ``end_use``.
 
         Another thread may register and unregister the same memory around each of its own calls, and the
         engine takes any region that contains the bytes: it would cancel the transfers of this call.
         """
-        call = object()
+        use = MemoryUse(spans)
         with self._lock:
-            self._spans_in_use[call] = spans
-        return call
+            self._uses[use] = None
+        return use
 
-    def end_use(self, call: object) -> None:
+    def end_use(self, use: MemoryUse) -> None:
         with self._lock:
-            del self._spans_in_use[call]
+            del self._uses[use]
             if self._retired:
-                for span, region in list(self._retired.items()):
+                for span, (region, _) in list(self._retired.items()):
                     if not self._is_in_use(region):
                         del self._retired[span]
                         self._engine.unregister(region)
+            if use.ended is not None:
+                use.ended.set()
 
     def _is_in_use(self, region: Region) -> bool:
-        end = region.address + region.size_bytes
-        return any(
-            address < end and region.address < address + size
-            for spans in self._spans_in_use.values()
-            for address, size in spans
-        )
+        return any(use.overlaps(region) for use in self._uses)
 
     def uncovered(
         self, addresses: Column, sizes: Column, to_write: bool = False
@@ -249,14 +317,19 @@ class RegisteredMemory:
         self._regions[address] = region
         self._columns = None
 
-    def _drop(self, address: int) -> None:
+    def _drop(self, address: int) -> bool:
+        """Unregister a region, or retire it when it is in use; whether it is retired."""
         self._starts.remove(address)
         self._columns = None
-        region = self._regions.pop(address)
-        if self._is_in_use(region):
-            self._retired[address, region.size_bytes] = region
-        else:
+        region, where = self._regions.pop(address), self._locations.pop(address, ANYWHERE)
+        if not self._is_in_use(region):
             self._engine.unregister(region)
+            return False
+        span = address, region.size_bytes
+        if span in self._retired:  # that one had another location, or could not be written
+            self._engine.unregister(self._retired[span][0])
+        self._retired[span] = region, where
+        return True
 
 
 def _read_only_view(address: int, size: int) -> memoryview:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from mooncake.compat.transfer.async_batches import FAILED
 from mooncake.compat.transfer.engine_lifecycle import EngineLifecycle
 from mooncake.compat.transfer.host_probe import wait_for_stream
@@ -109,18 +111,22 @@ class TransferCalls(EngineLifecycle):
             raise TypeError(f"notify must be a TransferNotify, not {type(notify).__name__}")
 
         def move() -> None:
-            engine, op = self._ready(), _op(opcode)
+            engine, memory, op = self._ready(), self._memory, _op(opcode)
             columns = _columns(local, remote, lengths)
             timeout_s = self._engine_settings.transfer_s(int(columns.lengths.sum()))
             if not len(columns.lengths):
                 return
             segment = self._open(target)
             rows = (columns.local, columns.remote, columns.lengths)
-            temporary = self._register_temporarily(columns)
+            use = memory.begin_use(np.stack([columns.local, columns.lengths], axis=1))
             try:
-                done = engine.run(op, segment, *rows, timeout_s=timeout_s)
+                temporary = self._register_temporarily(columns)
+                try:
+                    done = engine.run(op, segment, *rows, timeout_s=timeout_s)
+                finally:
+                    self._registrations.end(temporary)
             finally:
-                self._registrations.end(temporary)
+                memory.end_use(use)
             if done.status != Status.OK:
                 raise completion_error(op, segment, done, timeout_s)
             if notify is not None:

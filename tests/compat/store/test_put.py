@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,35 +155,64 @@ CALLS: dict[str, Callable[[MooncakeDistributedStore, int], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_not_hurt_by_another_that_unregisters_its_memory(
+def test_a_thread_that_unregisters_memory_waits_for_the_calls_of_others_that_use_it(
     store: MooncakeDistributedStore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs register the memory of each call around it, in several threads."""
+    """Programs register the memory of each call around it, in several threads, and free it afterwards."""
     assert store.put("long", bytes(SIZE)) == 0 and store.put("short", bytes(9)) == 0
     memory = np.zeros(SIZE, dtype=np.uint8)
     at = memory.ctypes.data
     session = store._session
     assert session is not None
-    engine, num_moves = session.engine, 0
+    engine, registered, waits = session.engine, session.registered, threading.Semaphore(0)
+    wait, unregistering = registered._wait_and_unregister, list[Future[int]]()
+
+    def note_and_wait(*args: Any) -> None:
+        waits.release()
+        wait(*args)
 
     def meddle(method: Callable[..., Any]) -> Callable[..., Any]:
         def move(*args: Any, **named: Any) -> Any:
-            nonlocal num_moves
-            num_moves += 1
-            if num_moves == 1:
-                assert store.unregister_buffer(at) == 0
-                assert store.register_buffer(at, SIZE) == 0 and store.unregister_buffer(at) == 0
-                assert store.register_buffer(at, SIZE - 1) == 0 and store.unregister_buffer(at) == 0
+            if not unregistering:
+                for size in (SIZE, SIZE - 1, 0):
+                    unregistering.append(threads.submit(store.unregister_buffer, at))
+                    assert waits.acquire(timeout=30)
+                    assert not size or store.register_buffer(at, size) == 0
+                assert not any(one.done() for one in unregistering), "afterwards the memory may be freed"
             return method(*args, **named)
 
         return move
 
+    monkeypatch.setattr(registered, "_wait_and_unregister", note_and_wait)
     for method in ("run", "run_slice"):
         monkeypatch.setattr(engine, method, meddle(getattr(engine, method)))
     assert store.register_buffer(at, SIZE) == 0
-    assert CALLS[name](store, at) == 1
-    assert num_moves > 0 and engine.region_of(at, 9) is None, "it is unregistered after the call"
+    with ThreadPoolExecutor(3) as threads:
+        assert CALLS[name](store, at) == 1
+        assert [one.result(30) for one in unregistering] == [0, 0, 0]
+    assert engine.region_of(at, 9) is None, "it is unregistered after the call"
     assert store.unregister_buffer(at) == -600
+
+
+def test_memory_is_unregistered_within_a_call_of_the_same_thread(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a signal's handler, for instance; to wait would be to wait for itself."""
+    memory = np.zeros(SIZE, dtype=np.uint8)
+    at = memory.ctypes.data
+    session = store._session
+    assert session is not None
+    assert store.put("within", bytes(SIZE)) == 0 and store.register_buffer(at, SIZE) == 0
+    run = session.engine.run
+
+    def unregister_and_run(*args: Any, **named: Any) -> Any:
+        monkeypatch.undo()
+        assert store.unregister_buffer(at) == 0
+        assert session.engine.region_of(at, 9) is None
+        return run(*args, **named)
+
+    monkeypatch.setattr(session.engine, "run", unregister_and_run)
+    assert store.get_into("within", at, SIZE) == SIZE
 
 
 def test_a_put_in_parts_that_raises_leaves_its_key_to_others(
