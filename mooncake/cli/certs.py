@@ -171,6 +171,19 @@ def make(settings: CertsSettings) -> list[Path]:
     return made
 
 
+def is_for(certificate: x509.Certificate, host: str) -> bool:
+    """Whether a certificate is for a host's name or address. Raises ValueError."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return False
+    address, name = _address(host), host.lower()
+    if address is not None:
+        return address in found.get_values_for_type(x509.IPAddress)
+    names = [one.lower() for one in found.get_values_for_type(x509.DNSName)]
+    return name in names or f"*.{name.partition('.')[2]}" in names
+
+
 def _issued(
     settings: CertsSettings,
     key: ec.EllipticCurvePrivateKey,

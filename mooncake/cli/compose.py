@@ -38,6 +38,8 @@ GRAFANA_IMAGE = "grafana:12"
 EVERYWHERE = "0.0.0.0"
 VOLUMES = "volumes"
 """Name of the service that runs first, as root, with the right to change owners and no network."""
+START_PERIODS = {"node": "600s", "prefill": "1800s", "decode": "1800s"}
+"""Time in which a failed check does not count: a node registers its memory, and a worker loads its model."""
 CONNECTS = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
 
 
@@ -189,7 +191,7 @@ def _service(settings: DeploySettings, name: str, program: Program, needs: Seque
             "interval": "5s",
             "timeout": "5s",
             "retries": 6,
-            "start_period": "600s" if program.computes else "60s",
+            "start_period": START_PERIODS.get(program.role, "60s"),
         },
         "stop_grace_period": "120s" if program.role == "gateway" else "60s",
         **_hardened(),

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
+from cryptography import x509
 from msgspec import Meta
 
 import mooncake
-from mooncake.cli.certs import CertsSettings, make
+from mooncake.cli.certs import CertsSettings, is_for, make
 from mooncake.cli.output import write_new, write_whole
 from mooncake.cli.role_command import Invocation
 from mooncake.config import Size, format_size
@@ -146,7 +147,7 @@ class DeploySettings:
     "Where alerts link to for what to do: the address of a copy of `docs/`, or its path in the checkout."
 
     gateway_hosts: tuple[str, ...] = ()
-    "Host names and addresses of the gateway, for which the certificate that `make_secrets` creates is, too."
+    "Host names and addresses of the gateway that the certificate of `make_secrets` must be for, too."
 
     make_secrets: bool = False
     "Also create the credentials that the folder `secrets` lacks; existing ones stay."
@@ -334,11 +335,12 @@ def render(given: Invocation) -> None:
     """The entry point of ``mooncake deploy render``.
 
     Raises:
-        InvalidArgument: the folder can't be written.
+        InvalidArgument: the folder can't be written, or the certificate in it lacks one of ``gateway_hosts``.
     """
     settings = given.settings
     assert isinstance(settings, DeploySettings)
     try:
+        _check_hosts(settings.out / SECRETS / "node.pem", settings.gateway_hosts)
         for path, text in files_of(settings).items():
             file = settings.out / path
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -359,7 +361,8 @@ def files_of(settings: DeploySettings) -> dict[str, str]:
     found |= boards.files(settings)
     found |= compose.files(settings)
     found |= kubernetes.files(settings)
-    found[".gitignore"] = f"{SECRETS}/*\n!{SECRETS}/kustomization.yaml\n"
+    # Here and not above, where the folder's owner may have a file of this name.
+    found[f"{SECRETS}/.gitignore"] = "*\n!.gitignore\n!kustomization.yaml\n"
     return {path: _text(path, content) for path, content in sorted(found.items())}
 
 
@@ -396,8 +399,10 @@ def make_credentials(folder: Path, hosts: Sequence[str] = ()) -> list[Path]:
         hosts: names of the gateway for which the programs' certificate is, too.
 
     Raises:
-        InvalidArgument: both files with the operators' key exist, and have different ones.
+        InvalidArgument: the certificate exists and is not for one of ``hosts``, or both files with the
+            operators' key exist and have different ones.
     """
+    _check_hosts(folder / "node.pem", hosts)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)  # it may exist with a wider one: its kustomization was written before
     made: list[Path] = []
@@ -414,6 +419,24 @@ def make_credentials(folder: Path, hosts: Sequence[str] = ()) -> list[Path]:
     return made
 
 
+def _check_hosts(certificate: Path, hosts: Sequence[str]) -> None:
+    """Check that a certificate that exists is for ``hosts``, since it is never replaced.
+
+    Raises:
+        InvalidArgument: it is not, or can't be read.
+    """
+    if not hosts or not certificate.exists():
+        return
+    try:
+        found = x509.load_pem_x509_certificate(certificate.read_bytes())
+        missing = next((host for host in hosts if not is_for(found, host)), None)
+    except ValueError as error:
+        raise InvalidArgument("out", str(certificate), f"a certificate in PEM ({error})") from error
+    if missing is not None:
+        allowed = f"names in {certificate}; remove it and {certificate.with_suffix('.key')} for new ones"
+        raise InvalidArgument("gateway_hosts", missing, allowed)
+
+
 def _operators_key(key_file: Path, environment: Path) -> list[Path]:
     """Create what is missing of the two files with the operators' key, with the key of the other one."""
     keys = {file: _key_in(file) for file in (key_file, environment) if file.exists()}
@@ -425,10 +448,21 @@ def _operators_key(key_file: Path, environment: Path) -> list[Path]:
 
 
 def _key_in(file: Path) -> str:
-    lines = [line.removeprefix(f"{ENVIRONMENT_KEY}=") for line in file.read_text().split()]
-    if len(lines) != 1:
-        raise InvalidArgument("out", str(file), "a file with the operators' key and nothing else")
-    return lines[0]
+    """The operators' key in a file that has only it, or in one of environment variables.
+
+    Raises:
+        InvalidArgument: there is none or more than one, or it is in quotes: only compose removes these.
+    """
+    keys = file.read_text().split()
+    allowed = "a file with the operators' key and nothing else"
+    if file.suffix == ".env":
+        start = f"{ENVIRONMENT_KEY}="
+        lines = map(str.strip, file.read_text().splitlines())
+        keys = [line.removeprefix(start) for line in lines if line.startswith(start)]
+        allowed = f"a file with one line {start}KEY, whose key is not in quotes"
+    if len(keys) != 1 or not keys[0] or keys[0][0] in "\"'":
+        raise InvalidArgument("out", str(file), allowed)
+    return keys[0]
 
 
 def _secret(file: Path, text: str) -> Path:

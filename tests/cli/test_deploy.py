@@ -402,6 +402,18 @@ def test_compose_is_whole(rendered: Path) -> None:
     assert given == [str(number) for number in range(len(given))] and len(given) >= len(others)
 
 
+def test_compose_waits_for_nodes_and_workers_at_least_as_long_as_kubernetes(rendered: Path) -> None:
+    waited: dict[str, int] = {}
+    for overlay in sorted((rendered / "kubernetes" / "overlays").glob("workers-*")):
+        for template in pods(kustomize.build(overlay)):
+            (first, *_), labels = template["spec"]["containers"], template["metadata"]["labels"]
+            probe = first["startupProbe"]
+            waited[labels["app.kubernetes.io/component"]] = probe["periodSeconds"] * probe["failureThreshold"]
+    services = yaml.safe_load((rendered / "compose.yaml").read_text())["services"]
+    for role, name in (("node", "node-0"), ("prefill", "prefill-0"), ("decode", "decode-0")):
+        assert int(services[name]["healthcheck"]["start_period"].removesuffix("s")) >= waited[role], role
+
+
 def test_promtool_accepts_rules_and_configuration(rendered: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed, so rules were NOT TESTED; run scripts/install-servers")
@@ -433,8 +445,33 @@ def test_a_folder_that_exists_becomes_private(tmp_path: Path) -> None:
     folder.chmod(0o755)
     make_credentials(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    ignored = (tmp_path / ".gitignore").read_text().splitlines()
-    assert ignored == ["secrets/*", "!secrets/kustomization.yaml"]
+
+
+def test_git_ignores_secrets_and_a_file_of_the_folder_s_owner_stays(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("mine\n")
+    make_credentials(written(DeploySettings(), tmp_path) / "secrets")
+    assert (tmp_path / ".gitignore").read_text() == "mine\n"
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True, timeout=60)
+    command = ["git", "-C", str(tmp_path), "ls-files", "--others", "--exclude-standard", "secrets"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["secrets/.gitignore", "secrets/kustomization.yaml"]
+
+
+def test_other_variables_beside_the_operators_key_stay(tmp_path: Path) -> None:
+    make_credentials(tmp_path)
+    environment, key = tmp_path / "admin.env", (tmp_path / "admin.key").read_text()
+    more = environment.read_text() + '# for the collector\nOTEL_SERVICE_NAME="my cluster"\n'
+    environment.write_text(more)
+    (tmp_path / "admin.key").unlink()
+    assert make_credentials(tmp_path) == [tmp_path / "admin.key"]
+    assert (tmp_path / "admin.key").read_text() == key and environment.read_text() == more
+
+
+@pytest.mark.parametrize("text", ["", "OTHER=1\n", "ADMIN_API_KEY=\n", "ADMIN_API_KEY='a'\n"])
+def test_a_file_without_a_usable_key_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "admin.env").write_text(text)
+    with pytest.raises(InvalidArgument, match=r"admin\.env.*ADMIN_API_KEY=KEY"):
+        make_credentials(tmp_path)
 
 
 def test_two_keys_of_operators_are_refused(tmp_path: Path) -> None:
@@ -450,6 +487,14 @@ def test_the_certificate_is_for_the_gateway_s_names(tmp_path: Path) -> None:
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["localhost", "llm.example"]
     assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
+
+
+def test_a_certificate_that_lacks_a_name_of_the_gateway_is_refused(tmp_path: Path) -> None:
+    make_credentials(tmp_path, ("llm.example", "*.apps.example"))
+    assert make_credentials(tmp_path, ("LLM.example", "a.apps.example", "0:0::1")) == []
+    for host in ("other.example", "a.b.apps.example", "10.0.0.7"):
+        with pytest.raises(InvalidArgument, match=rf"gateway_hosts.*{host}.*node\.pem.*node\.key"):
+            make_credentials(tmp_path, (host,))
 
 
 def test_the_image_has_every_extra_that_a_container_uses() -> None:
