@@ -99,7 +99,7 @@ def show(console: Console, found: FetchedTrace) -> None:
     if not found.spans:
         console.print("no spans")
         return
-    root = found.spans[0]
+    root = found.spans[0]  # a span below it may begin earlier, by another host's clock
     whole_s = max(span.end_s for span in found.spans) - root.start_s
     services = {(span.service, span.instance): None for span in found.spans}
     console.print(

@@ -28,7 +28,7 @@ def waterfall(explanation: Mapping[str, Any] | None, trace: Mapping[str, Any] | 
 def _traced(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Spans in the order of their beginning, each below its parent.
 
-    The first one's parent is chosen by a client, which may name a span of the trace.
+    The first of ``spans`` is the root, whose parent is chosen by a client, which may name one of them.
     """
     first = min(float(span["start_s"]) for span in spans)
     children: dict[Any, list[Mapping[str, Any]]] = {}
@@ -38,7 +38,7 @@ def _traced(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         parent = span.get("parent_id")
         children.setdefault(parent if parent in known else None, []).append(span)
     found: list[dict[str, Any]] = []
-    waiting = [(0, span) for span in reversed(children.get(None, ordered[:1]))]
+    waiting = [(0, span) for span in reversed(children.get(None, spans[:1]))]
     seen: set[Any] = set()
     while waiting and len(found) < MAX_SPANS:
         depth, span = waiting.pop()

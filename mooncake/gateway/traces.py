@@ -75,7 +75,7 @@ class RecentRequests(msgspec.Struct):
 
 
 class TraceAnswer(msgspec.Struct):
-    """The spans of a request, by their start."""
+    """The spans of a request: the root, and then the others by their start."""
 
     id: str
     request_id: str

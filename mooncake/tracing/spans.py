@@ -154,11 +154,12 @@ SHIFT = "mooncake.clock_shift_s"
 
 
 def align_clocks(root: Span, spans: Sequence[Span]) -> list[Span]:
-    """The spans of the tree below ``root``, with those of another process shifted into their parent's time.
+    """``root`` and the spans below it, with those of another process shifted into their parent's time.
 
     A call's server can't begin before its client and can't end after it. A span that does is shifted, with
     all that is below it in its process, by the least that puts it inside; or centred, where it is longer.
-    The root's parent is chosen by a client, which may name a span of the tree.
+    The root comes first, as one within the tolerance may begin before it; the others by their start. The
+    root's parent is chosen by a client, which may name a span of the tree.
     """
     below: dict[str, list[Span]] = {}
     for span in spans:
@@ -177,7 +178,7 @@ def align_clocks(root: Span, spans: Sequence[Span]) -> list[Span]:
         for child in below.pop(span.span_id, ()):  # taken out: no span is visited twice
             is_here = (child.service, child.instance) == (span.service, span.instance)
             waiting.append((child, shift_s if is_here else _shift_into(span, child)))
-    return sorted(result, key=lambda span: (span.start_s, -span.end_s))
+    return [result[0], *sorted(result[1:], key=lambda span: (span.start_s, -span.end_s))]
 
 
 TOLERANCE_S = 0.005

@@ -50,6 +50,11 @@ def test_a_client_may_name_a_span_of_the_tree_as_the_root_s_parent() -> None:
     assert [row.split()[0] for row in (root, first, inner, second)] == ["root", "first", "inner", "second"]
 
 
+def test_a_child_may_begin_before_the_root_by_a_slow_clock() -> None:
+    *_, root, child = shown(180, spans=[SPANS[0], span("child", "root", 99.997, 103.9)])
+    assert [row.split()[0] for row in (root, child)] == ["root", "child"] and "-3.00 ms" in child
+
+
 def test_bars_are_on_one_axis() -> None:
     *_, root, first, inner, second = shown(180)
     assert [row.count("━") for row in (root, first, inner, second)] == [48, 24, 12, 24]

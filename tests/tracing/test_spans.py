@@ -130,6 +130,11 @@ def test_a_client_may_name_a_span_of_the_tree_as_the_root_s_parent() -> None:
     assert align_clocks(spans[0], spans) == reachable(spans[0], spans) == spans
 
 
+def test_the_root_comes_first_though_a_worker_s_clock_is_slow() -> None:
+    spans = [span("root", "", 100.0, 104.0), span("server", "root", 99.997, 103.9, "worker")]
+    assert align_clocks(spans[0], reachable(spans[0], spans)) == spans
+
+
 def test_a_server_that_ends_just_after_its_client_is_left_as_it_is() -> None:
     spans = [span("call", "", 0.0, 2.0), span("server", "call", 0.5, 2.001, "worker")]
     assert align_clocks(spans[0], spans) == spans
