@@ -127,10 +127,12 @@ class SwarmLoad:
             self._driver.close()
             for task in (*self._watching.values(), *self._fetching.values()):
                 task.cancel()
-            await asyncio.gather(
-                look, *self._watching.values(), *self._fetching.values(), return_exceptions=True
-            )
-            self._has_ended.set()
+            try:
+                await asyncio.gather(
+                    look, *self._watching.values(), *self._fetching.values(), return_exceptions=True
+                )
+            finally:  # also when this task is cancelled meanwhile: ``close`` waits for it
+                self._has_ended.set()
 
     async def close(self) -> None:
         """End the load, which has begun; returns when no peer is read any longer."""

@@ -709,6 +709,29 @@ async def test_a_load_ends_when_its_peer_is_closed(tmp_path: Path) -> None:
                 assert two.held == [] and two.progress_of(tmp_path / "copy") is None
 
 
+@pytest.mark.parametrize("num_steps", range(7))
+async def test_a_peer_closes_although_its_load_is_cancelled_at_any_time(num_steps: int) -> None:
+    async with running(1, stall_s=3600.0, chunk_s=3600.0) as (one,):
+        await one.register_buffers("w", {"a": bytearray(9)})
+        asked = asyncio.Event()
+
+        async def unanswered(message: Any, call: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        one._server.handlers[m.FetchChunk] = unanswered
+        async with running(1, one.address, stall_s=3600.0, chunk_s=3600.0) as (two,):
+            load = asyncio.create_task(two.get_buffers("w", {"a": bytearray(9)}))
+            await asked.wait()
+            closing = asyncio.create_task(two.close())
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            load.cancel()
+            await asyncio.wait_for(closing, 30)
+            with pytest.raises((asyncio.CancelledError, Unavailable)):
+                await load
+
+
 async def test_a_base_that_is_dropped_meanwhile_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
