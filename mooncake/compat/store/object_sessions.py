@@ -95,7 +95,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
                 for (number, grant, parts), is_good in zip(open_ones, good, strict=True):
                     results[number] = sum(length for _, _, length in parts)
                     if is_good:
-                        session.store.keep(grant)  # its lease may have ended, and have been granted again
+                        self._keep_get(keys[number], session.store, grant)
                     else:
                         results[number] = int(StoreCode.OBJECT_NOT_FOUND)
                         failed.append(number)
@@ -121,13 +121,25 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
 
         return self._in_session("batch_get_session_end", act, lambda _: -1)
 
-    def _begin_get(self, key: str, store: Store, grant: ReadGrant) -> None:
+    def _begin_get(
+        self, key: str, store: Store, grant: ReadGrant, instead_of: ReadGrant | None = None
+    ) -> None:
+        """Begin a session, or have one use ``grant`` ``instead_of`` its own, unless it has ended."""
         with self._sessions_lock:
             before = self._gets.get(key)
+            if instead_of is not None and (before is None or before[1] is not instead_of):
+                return
             self._gets[key] = (store, grant)
+            store.keep(grant)
         if before is not None:
             before[0].let_go(before[1])
-        store.keep(grant)
+
+    def _keep_get(self, key: str, store: Store, grant: ReadGrant) -> None:
+        """Keep the lease of a session alive that may have ended and been granted again."""
+        with self._sessions_lock:
+            held = self._gets.get(key)
+            if held is not None and held[1] is grant:
+                store.keep(grant)
 
     def _reopened(
         self,
@@ -142,7 +154,7 @@ class ObjectSessionCalls(ReadCalls, WriteCalls):
             before = grants[number]
             if grant is not None and before is not None and grant.object_id == before.object_id:
                 again[number] = grant
-                self._begin_get(keys[number], session.store, grant)
+                self._begin_get(keys[number], session.store, grant, instead_of=before)
         return again
 
     def _open_get(self, key: str, store: Store) -> ReadGrant | None:

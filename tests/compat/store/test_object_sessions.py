@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake import clock
+from mooncake.compat.store import object_sessions
 from mooncake.compat.store.object_sessions import SESSION_CHUNK_BYTES
+from mooncake.compat.store.range_reads import read_parts
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.store.settings import MasterSettings
 from tests.compat.store.servers import RunningMaster, a_store
@@ -103,6 +106,25 @@ def test_a_session_outlasts_the_lease(store: MooncakeDistributedStore) -> None:
     assert store.batch_get_session_end([key]) == 0
     while (code := store.remove(key)) != 0:
         assert code == -706
+
+
+def test_a_session_that_ends_during_a_read_is_kept_alive_no_longer(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, session = new_key(), store._session
+    assert session is not None
+    assert store.put(key, CONTENT.tobytes()) == 0
+    for is_good in (True, False):
+
+        def end_and_read(*args: Any, is_good: bool = is_good) -> list[bool]:
+            assert store.batch_get_session_end([key]) == 0
+            return [good and is_good for good in read_parts(*args)]
+
+        assert store.batch_get_session_start([key]) == [0]
+        monkeypatch.setattr(object_sessions, "read_parts", end_and_read)
+        assert read(store, key, [(0, 9)])[0] == (9 if is_good else -704)
+        monkeypatch.undo()
+        assert not store._gets and not session.store._keeper._grants
 
 
 def test_an_object_removed_by_force_is_a_miss(store: MooncakeDistributedStore) -> None:
