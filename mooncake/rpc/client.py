@@ -290,6 +290,12 @@ class AsyncClient:
             raise error_of(reply, self.peer)
         return reply
 
+    def post(self, message: Message) -> None:
+        """Send ``message`` if there is a connection, else raise PeerLost. Its reply is dropped."""
+        if self._wire is None or self._wire.transport is None:
+            raise PeerLost(f"{self.peer}: there is no connection to send {type(message).__name__}")
+        self._wire.transport.write(encode(_next_id(self._ids), message))
+
     async def connect(self, timeout_s: float) -> None:
         """Connect now rather than at the first call; raises DeadlineExceeded."""
         try:
@@ -390,6 +396,15 @@ def _acquire(lock: threading.Lock, deadline: float) -> None:
         raise TimeoutError
 
 
+def _poll_ms(timeout_s: float) -> float:
+    """Timeout for ``poll``, which takes at most 2**31 ms."""
+    return min(timeout_s * 1000, 1e9)
+
+
+class _NothingSent(TimeoutError):
+    """The socket took no byte of a frame before the deadline."""
+
+
 class _Waiter:
     """A thread that waits for its reply, or for its turn to read the socket for all waiting threads."""
 
@@ -429,7 +444,10 @@ class _Socket:
         self.lost: str | None = None
 
     def send(self, frame: bytes | bytearray, deadline: float) -> None:
-        """Send all of ``frame``; raises TimeoutError at the deadline. With ``send_lock`` held."""
+        """Send all of ``frame``; raises TimeoutError at the deadline. With ``send_lock`` held.
+
+        After ``_NothingSent`` other frames may follow; after another TimeoutError none can.
+        """
         if self._tls is not None:
             frame = self._tls.encrypt(frame)
         try:
@@ -437,17 +455,18 @@ class _Socket:
         except BlockingIOError:
             sent = 0
         if sent < len(frame):
-            self._send_rest(memoryview(frame)[sent:], deadline)
+            self._send_rest(memoryview(frame)[sent:], deadline, sent > 0 or self._tls is not None)
 
-    def _send_rest(self, rest: memoryview, deadline: float) -> None:
+    def _send_rest(self, rest: memoryview, deadline: float, has_begun: bool) -> None:
         writable = select.poll()
         writable.register(self.sock.fileno(), select.POLLOUT)
         while rest:
             remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0 or not writable.poll(remaining_s * 1000):
-                raise TimeoutError
+            if remaining_s <= 0 or not writable.poll(_poll_ms(remaining_s)):
+                raise TimeoutError if has_begun else _NothingSent
             with contextlib.suppress(BlockingIOError):
                 rest = rest[self.sock.send(rest) :]
+                has_begun = True
 
     def receive(self, timeout_s: float, spin: AdaptiveSpin | None = None) -> bytes | None:
         """What has arrived, b"" at the end; raises as a socket with this timeout does. For the reader.
@@ -457,7 +476,7 @@ class _Socket:
         if self._tls is not None and (early := self._tls.take_early()):
             return early
         is_ready = spin is not None and spin.is_worthwhile and spin.wait(self.readable.poll)
-        if not is_ready and not self.readable.poll(timeout_s * 1000):
+        if not is_ready and not self.readable.poll(_poll_ms(timeout_s)):
             raise TimeoutError
         try:
             data = bytes(self._content[: self.sock.recv_into(self._received)])
@@ -558,6 +577,37 @@ class BlockingClient:
             raise error_of(reply, self.peer)
         return reply
 
+    def post(self, message: Message, timeout_s: float) -> None:
+        """Send ``message`` if there is a connection. Its reply is not awaited, and dropped when it comes.
+
+        Raises:
+            PeerLost: there is no connection, it broke, or it did not take the message within ``timeout_s``.
+        """
+        connection, what = self._socket, type(message).__name__
+        request_id = _next_id(self._ids)
+        frame = encode(request_id, message)
+        if connection is None:
+            raise PeerLost(f"{self.peer}: there is no connection to send {what}")
+        waiter = _Waiter(AdaptiveSpin())  # for which the socket is kept open
+        with connection.lock:
+            if connection.lost is not None:
+                raise PeerLost(f"{self.peer}: there is no connection to send {what}")
+            connection.waiting[request_id] = waiter
+        try:
+            self._send(connection, frame, time.monotonic() + timeout_s)
+        except TimeoutError:
+            raise PeerLost(f"{self.peer} didn't take {what} within {timeout_s:.3g} s") from None
+        except OSError as error:
+            self._lose(connection, str(error))
+            raise PeerLost(f"lost {self.peer} during {what}: {error}") from None
+        except BaseException:
+            self._lose(connection, "a call was interrupted")  # as in ``call``
+            raise
+        finally:
+            with connection.lock:
+                connection.waiting.pop(request_id, None)
+                connection.close_if_unused()
+
     @property
     def is_cut_off(self) -> bool:
         """Whether the client was connected and the connection broke."""
@@ -574,8 +624,10 @@ class BlockingClient:
         _acquire(connection.send_lock, deadline)  # another thread's large request may take long
         try:
             connection.send(frame, deadline)
+        except _NothingSent:
+            raise
         except TimeoutError:
-            # Part of the frame may have been sent; no other frame can follow it on this connection.
+            # Part of the frame has been sent; no other frame can follow it on this connection.
             self._lose(connection, "it takes no more requests")
             raise
         finally:

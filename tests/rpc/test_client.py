@@ -126,6 +126,44 @@ async def test_calls_are_pipelined_and_may_be_answered_out_of_order(
     assert await held == Echo("held")
 
 
+async def test_a_message_whose_answer_is_not_awaited_breaks_no_connection() -> None:
+    """Not when the server takes no more, either: other threads share the connection.
+
+    Over a local socket, which takes such a message as a whole or not at all.
+    """
+    service = Service(has_local_socket=True)
+    await service.rpc.start("127.0.0.1", 0)
+    client = BlockingClient(service.address, [Echo])
+    with pytest.raises(PeerLost, match="no connection"):
+        client.post(Echo("unsent"), 5)
+    await asyncio.to_thread(client.call, Echo("connects"), 5)
+    connection = client._socket
+    with pytest.raises(PeerLost, match="didn't take Echo"):
+        while True:  # on the server's thread, which reads nothing meanwhile
+            client.post(Echo("posted" * 20), 0.0)
+    answer = await asyncio.to_thread(client.call, Echo("still connected"), 5)
+    assert answer == Echo("still connected") and client._socket is connection
+    client.close()
+    with pytest.raises(PeerLost, match="no connection"):
+        client.post(Echo("unsent"), 5)
+    await service.rpc.close()
+
+
+async def test_an_asyncio_message_whose_answer_is_not_awaited(service: Service, client: AsyncClient) -> None:
+    with pytest.raises(PeerLost, match="no connection"):
+        client.post(Hold())
+    assert await client.call(Echo("connects"), 5) == Echo("connects")
+    client.post(Hold())
+    await until(lambda: service.held)
+    assert await client.call(Release(), 5) == Echo("released")
+
+
+async def test_a_call_may_have_any_time(service: Service) -> None:
+    client = BlockingClient(service.address, [Echo])
+    assert await asyncio.to_thread(client.call, Echo("in time"), 1e7) == Echo("in time")
+    client.close()
+
+
 async def test_a_large_message_passes(client: AsyncClient) -> None:
     text = "x" * (5 << 20)
     assert (await client.call(Echo(text), 10)).text == text

@@ -30,7 +30,8 @@ class CallMaster(msgspec.Struct, frozen=True, eq=False):
     message: msgspec.Struct
     deadline: float
     may_be_late: bool = False
-    """The message only releases or reports something, and is sent even after the deadline."""
+    """The message only releases or reports something. It is sent even after the deadline, if there is a
+    connection; its answer is not awaited then."""
 
 
 class MasterReply(msgspec.Struct, frozen=True, eq=False):

@@ -75,6 +75,9 @@ DEFAULT_CHUNK_BYTES = 1 << 20
 MAX_PUT_ATTEMPTS = 3
 """Number of attempts of a put, each after the first on other segments because a node could not be reached."""
 
+MAX_ABORTED = 500
+"""Number of puts that one message aborts: a connection takes it at once, when there is no time to wait."""
+
 
 @dataclasses.dataclass
 class OperationCounts:
@@ -577,9 +580,12 @@ class Operations:
             grant.failure = grant.failure or Refusal("aborted", "this put was given up")
 
     def _abort(self, held: Sequence[tuple[ObjectKey, int]], deadline: float) -> Operation[None]:
-        for start in range(0, len(held), m.MAX_KEYS):
-            keys, ids = zip(*held[start : start + m.MAX_KEYS], strict=True)
-            yield CallMaster(m.PutAbort(list(keys), list(ids), self.tenant), deadline, may_be_late=True)
+        for start in range(0, len(held), MAX_ABORTED):
+            keys, ids = zip(*held[start : start + MAX_ABORTED], strict=True)
+            message = m.PutAbort(list(keys), list(ids), self.tenant)
+            answer: MasterReply = yield CallMaster(message, deadline, may_be_late=True)
+            if answer.asked_at >= deadline and isinstance(answer.error, PeerLost):
+                return  # there is no time to connect again
 
     def _abort_after(self, error: BaseException, held: Sequence[tuple[ObjectKey, int]]) -> Operation[None]:
         """Release the reservations of a put that has failed with ``error``, without waiting for the answer.

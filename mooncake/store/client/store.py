@@ -86,6 +86,9 @@ _UNCHECKED = np.zeros(0, dtype=np.uint32)
 
 CANCELLED = Status.CANCELLED.name.lower()
 
+LATE_SEND_S = 1.0
+"""Time for the connection to take a message that is sent after its deadline; its answer is not awaited."""
+
 MIN_RENEWAL_S = 0.02
 """Shortest time between two renewals of the leases of open views."""
 
@@ -355,9 +358,11 @@ class Store(_StoreBase):
     def _perform(self, effect: CallEffect) -> Any:
         if isinstance(effect, CallMaster):
             asked_at = clock.monotonic()
-            if asked_at >= effect.deadline and not effect.may_be_late:
-                return _unsent(effect, asked_at)
             try:
+                if asked_at >= effect.deadline:
+                    if effect.may_be_late:
+                        self._rpc.post(effect.message, LATE_SEND_S)
+                    return _unanswered_late(effect, asked_at)
                 reply = self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
             except MooncakeError as error:
                 return self._unanswered(error, asked_at)
@@ -531,9 +536,11 @@ class AsyncStore(_StoreBase):
     async def _perform(self, effect: CallEffect) -> Any:
         if isinstance(effect, CallMaster):
             asked_at = clock.monotonic()
-            if asked_at >= effect.deadline and not effect.may_be_late:
-                return _unsent(effect, asked_at)
             try:
+                if asked_at >= effect.deadline:
+                    if effect.may_be_late:
+                        self._rpc.post(effect.message)
+                    return _unanswered_late(effect, asked_at)
                 reply = await self._rpc.call(effect.message, max(0.0, effect.deadline - asked_at))
             except MooncakeError as error:
                 return self._unanswered(error, asked_at)
@@ -590,9 +597,11 @@ def _with_repeated(moved: Sequence[SlicesMoved], repeated: Sequence[SlicesMoved]
     return [next(again) if one.reason == CANCELLED else one for one in moved]
 
 
-def _unsent(effect: CallMaster, now: float) -> MasterReply:
-    what = type(effect.message).__name__
-    return MasterReply(None, DeadlineExceeded(f"{what} was not sent: the deadline has passed"), now, now)
+def _unanswered_late(effect: CallMaster, now: float) -> MasterReply:
+    """What becomes of a message whose deadline has passed: it is not sent, or its answer not awaited."""
+    what = "its answer is not awaited" if effect.may_be_late else "it was not sent"
+    error = DeadlineExceeded(f"{type(effect.message).__name__}: the deadline has passed, and {what}")
+    return MasterReply(None, error, now, now)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
@@ -727,6 +736,8 @@ class LeaseKeeper:
     """Renews the leases of open views from one thread, which ends when no view is open.
 
     A lease that has ended is renewed no more: the end of its view raises, whether or not the master is back.
+    A get session whose lease has ended in an outage has none until its next read, which opens another: until
+    then its object may be evicted.
     """
 
     def __init__(self, renew: Callable[[list[ReadGrant], float], object]) -> None:

@@ -148,6 +148,13 @@ class BlockingMasterClient:
                     raise
                 self._doubt(client, deadline, timeout_s)
 
+    def post(self, message: msgspec.Struct, timeout_s: float) -> None:
+        """As ``BlockingClient.post``; the leading master is not searched for."""
+        client = self._client
+        if client is None:
+            raise PeerLost(f"{self._name}: there is no connection to send {type(message).__name__}")
+        client.post(message, timeout_s)
+
     def connect(self, timeout_s: float) -> None:
         """Find the leader now; raises Unavailable, at once for a single master that refuses connections."""
         single_address = self.resolver.single_address
@@ -288,6 +295,12 @@ class AsyncMasterClient:
                     if client is self._client and await self._search(deadline, timeout_s) != self._address:
                         self._client = None
                         await client.close()
+
+    def post(self, message: msgspec.Struct) -> None:
+        """As ``AsyncClient.post``; the leading master is not searched for."""
+        if self._client is None:
+            raise PeerLost(f"{self._name}: there is no connection to send {type(message).__name__}")
+        self._client.post(message)
 
     async def connect(self, timeout_s: float) -> None:
         """Find the leader and connect now; raises DeadlineExceeded."""

@@ -209,13 +209,17 @@ async def test_an_asyncio_view_whose_bytes_are_in_use_at_its_end_is_not_kept_lea
         assert next(in_use) == (VALUE[0],)
 
 
-def test_a_lease_that_has_ended_is_renewed_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lease_that_has_ended_is_renewed_no_more(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And an outage of the master is logged once, not at each of the renewals that it fails."""
-    num_renewals = 0
+    num_renewals, now = 0, 0.0
+    monkeypatch.setattr(clock, "monotonic", lambda: now)
 
     def renew(grants: list[ReadGrant], timeout_s: float) -> None:
-        nonlocal num_renewals
+        nonlocal num_renewals, now
         num_renewals += 1
+        now += timeout_s  # the time that has been waited
         if num_renewals > 1:
             raise DeadlineExceeded("the master does not answer")
         grants[0].expires_at += 0.1
@@ -434,17 +438,40 @@ def test_memory_that_is_unregistered_during_a_put_is_no_fault_of_the_node(
     assert store.operations.counts.failed_transfers == 0
 
 
+def test_a_large_batch_that_fails_releases_its_keys_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when its keys are more than a socket takes, and without harm to calls of other threads."""
+    keys, values = [f"{number:0>100}" for number in range(4000)], [b"value"] * 4000
+
+    def fail(*args: Any, **named: Any) -> Any:
+        raise InvalidArgument("local[0]", "memory", "registered memory")
+
+    assert store.put("first", b"value") is None
+    client = store._rpc._client
+    assert client is not None
+    connection = client._socket
+    for method in ("run", "submit"):
+        monkeypatch.setattr(store.engine, method, fail)
+    with pytest.raises(InvalidArgument):
+        store.put_batch(keys, values)
+    monkeypatch.undo()
+    grants = store.start_puts(keys, [5] * 4000, 5)
+    assert all(isinstance(grant, PutGrant) for grant in grants)
+    store.abort_puts([grant for grant in grants if isinstance(grant, PutGrant)])
+    assert client._socket is connection and connection is not None and connection.lost is None
+
+
 async def test_after_the_deadline_nothing_is_moved_or_sent_except_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with AsyncStore("127.0.0.1:1") as store:
         sent: list[str] = []
 
-        async def call(message: Any, timeout_s: float) -> Any:
+        def post(message: Any) -> None:
             sent.append(type(message).__name__)
-            raise DeadlineExceeded("no answer")
 
-        monkeypatch.setattr(store._rpc, "call", call)
+        monkeypatch.setattr(store._rpc, "post", post)
         monkeypatch.setattr(store.engine, "transfer", Slow(0))
         (moved,) = await store._perform(a_move(1, clock.monotonic()))
         assert moved.checksums is None and moved.reason == "timed_out"

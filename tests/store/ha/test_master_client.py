@@ -17,6 +17,7 @@ from mooncake.errors import DeadlineExceeded, InvalidArgument, NotLeader, PeerLo
 from mooncake.store import Store
 from mooncake.store import messages as m
 from mooncake.store.ha import master_client
+from mooncake.store.ha.leader_search import LeaderSearch
 from mooncake.store.ha.master_client import AsyncMasterClient, BlockingMasterClient, MasterResolver
 from mooncake.store.server import MasterServer
 from tests.store.ha.test_coordinator import Masters
@@ -55,6 +56,22 @@ async def keys(rpc: AsyncMasterClient, timeout_s: float = 10.0) -> Any:
             return await rpc.call(m.ListKeys("", 1), deadline - clock.monotonic())
         except PeerLost:
             await asyncio.sleep(0.01)
+
+
+async def test_no_leader_is_searched_for_to_post_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is posted only releases something earlier; a search takes seconds."""
+
+    def search(*args: Any) -> Any:
+        raise AssertionError("it is searched for")
+
+    monkeypatch.setattr(LeaderSearch, "begin_round", search)
+    several = f"{dead_address()},{dead_address()}"
+    blocking, own = BlockingMasterClient(several, m.REPLIES), AsyncMasterClient(several, m.REPLIES)
+    for post in (lambda: blocking.post(m.PutAbort([], []), 5.0), lambda: own.post(m.PutAbort([], []))):
+        with pytest.raises(PeerLost, match="no connection to send PutAbort"):
+            post()
+    blocking.close()
+    await own.close()
 
 
 @pytest.mark.parametrize("form", range(5))
