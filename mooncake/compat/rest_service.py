@@ -50,6 +50,8 @@ log = get_logger(__name__)
 MAX_BODY_BYTES = 100 << 20
 MAX_BODIES_BYTES = 2 * MAX_BODY_BYTES
 """Most bytes of the bodies of all requests whose answers have not ended."""
+CHARSETS = ("utf-8", "utf8", "us-ascii", "iso-8859-1")
+"""Encodings of a body. JSON has the first, clients name the others, too, and some take minutes to decode."""
 MAX_GRACE_S = 3600
 RETRY_S = 1.0
 BODY_S = 60.0
@@ -465,10 +467,10 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if content is None:
         content = await request.read()
     charset = request.charset or "utf-8"
-    if charset.lower() not in ("utf-8", "utf8"):  # JSON has no other, and some take minutes to decode
-        raise _BadRequest(f"the body is in {charset[:100]!r}; allowed: utf-8")
+    if charset.lower() not in CHARSETS:
+        raise _BadRequest(f"the body is in {charset[:100]!r}; allowed: {', '.join(CHARSETS)}")
     try:
-        body = json.loads(content.decode())
+        body = json.loads(content.decode(charset))
     except (ValueError, RecursionError) as error:  # not JSON; nested too deeply
         raise _BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -194,8 +194,9 @@ async def test_a_body_in_another_encoding_is_bad_input(
     status, answer = await rest.ask("PUT", "/api/put", {"key": "k", "value": "v"}, **kind)
     assert status == 400 and charset in answer["error"]
     assert "request_failed" not in caplog.text and not rest.store.values
-    kind = {"Content-Type": "application/json; charset=UTF-8"}
-    assert (await rest.ask("PUT", "/api/put", {"key": "k", "value": "v"}, **kind))[0] == 200
+    for charset in ("UTF-8", "utf8", "us-ascii", "ISO-8859-1"):
+        kind = {"Content-Type": f"application/json; charset={charset}"}
+        assert (await rest.ask("PUT", "/api/put", {"key": charset, "value": "v"}, **kind))[0] == 200
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
