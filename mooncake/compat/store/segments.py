@@ -35,6 +35,8 @@ log = get_logger("mooncake.store")
 
 FAILED = -1
 """Number for every failure of these calls."""
+RETRY_S = 5.0
+"""Time until a segment whose unmount failed at the end of its grace period is unmounted once more."""
 
 
 @dataclass
@@ -188,19 +190,29 @@ class SegmentCalls(StoreLifecycle):
             session.node().start_drain(segment.name)
         except MooncakeError as error:
             log.warning(f"unmount {segment.name}: its objects are not moved elsewhere: {error}")
-        release = threading.Timer(grace_s, self._release_late, [segment])
+        session.at_close.append(self._release_after(grace_s, segment).cancel)
+
+    def _release_after(
+        self, delay_s: float, segment: ExtraSegment, is_retry: bool = False
+    ) -> threading.Timer:
+        release = threading.Timer(delay_s, self._release_late, [segment, is_retry])
         release.daemon = True
         release.start()
-        session.at_close.append(release.cancel)
+        return release
 
-    def _release_late(self, segment: ExtraSegment) -> None:
+    def _release_late(self, segment: ExtraSegment, is_retry: bool) -> None:
         if not segment.session.enter():
             return
         try:
+            with self._segments_lock:
+                if is_retry and not self._has_segment(segment.segment_id):
+                    return  # the program has unmounted it, or is about to
+                segment.is_leaving = True
             self._release(segment)
         except MooncakeError as error:
-            log.error(f"unmount {segment.name}: {error}; unmount it again")
-            segment.is_leaving = False
+            log.error(f"unmount {segment.name}: {error}; it is tried again in {RETRY_S:g} s")
+            segment.is_leaving = False  # the program may do so earlier
+            self._release_after(RETRY_S, segment, is_retry=True)
         finally:
             segment.session.leave()
 
@@ -247,7 +259,10 @@ def _map(session: StoreSession, path: str, size: int, offset: int) -> tuple[Regi
     except OSError as error:
         os.close(file)
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            allowed = "memory of which no part is mounted, by this process or another; unmount that first"
+            allowed = (
+                "memory of which no part is mounted, by this process or another; unmount that first "
+                "(with a grace period it stays mounted until its end)"
+            )
             raise InvalidArgument("path", f"{path} [{offset}, +{size})", allowed) from error
         raise StorageError(f"mount {path!r}: {error.strerror}") from error
     except MooncakeError:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from mooncake.compat.store import segments
 from mooncake.errors import Unavailable
 from mooncake.security import Identity, SecuritySettings, install_identity
 from mooncake.security.keys import format_secret
 from mooncake.store import MooncakeDistributedStore
 from tests.compat.store.servers import RunningMaster, a_store
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -164,6 +166,25 @@ def test_a_segment_is_drained_during_its_grace_period() -> None:
                 [c.get_memory_descriptor().buffer_descriptor for c in store.get_replica_desc(key)]
             ):
                 assert store.get("k") == value
+    master.close()
+
+
+def test_a_segment_whose_unmount_failed_after_its_grace_period_is_unmounted_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        patched.undo()
+        raise Unavailable("the node does not answer")
+
+    monkeypatch.setattr(segments, "RETRY_S", 0.01)
+    master = RunningMaster()
+    with a_store(master, segment_bytes=0) as store, pytest.MonkeyPatch.context() as patched:
+        (late,) = store.allocate_and_mount_segment(MIB)["segment_ids"]
+        assert store._session is not None
+        patched.setattr(store._session.node(), "unmount", fail)
+        assert store.unmount_segment([late], 1) == 0
+        wait_until(lambda: late not in store._segments)
+        assert "it is tried again" in caplog.text
     master.close()
 
 
