@@ -628,7 +628,12 @@ class RpcServer:
         try:
             while turns:
                 connection = turns.popleft()
-                if connection.take_turn(until):
+                try:
+                    has_more = connection.take_turn(until)
+                except BaseException:  # its other requests would wait for a turn that does not come
+                    connection.close()
+                    raise
+                if has_more:
                     turns.append(connection)
                 if time.perf_counter() >= until:
                     break

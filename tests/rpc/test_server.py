@@ -428,7 +428,18 @@ async def test_a_reply_that_cannot_be_encoded_is_a_failure(padding: str, is_asyn
         await server.close()
 
 
-async def test_a_connection_whose_turn_fails_does_not_end_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_turns", [0, 1])
+async def test_a_connection_whose_turn_fails_does_not_end_the_turns(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """The connection is closed, in its first turn and in a later one: it gets no other."""
+    turns = iter([True] * num_turns)
+
+    def fail(until: float) -> bool:
+        if next(turns, False):
+            return True
+        raise RuntimeError("a defect")
+
     server = RpcServer({Ask: answer, Mark: lambda message, call: Answer(b"")})
     await server.start("127.0.0.1", 0)
     broken, fine = (AsyncClient(f"127.0.0.1:{server.port}", [Answer]) for _ in range(2))
@@ -444,7 +455,3 @@ async def test_a_connection_whose_turn_fails_does_not_end_the_turns(monkeypatch:
         await broken.close()
         await fine.close()
         await server.close()
-
-
-def fail(until: float) -> bool:
-    raise RuntimeError("a defect")
