@@ -149,7 +149,9 @@ class EndpointPicker:
         self._why_not_ready = ""
 
     async def why_not_ready(self) -> str:
-        """Why no endpoint can be picked; empty if one can. A change is logged."""
+        """Why no endpoint can be picked; empty if one can. A change of the engines is logged."""
+        if self._gateway.limiter.is_stopping:
+            return "the endpoint picker is stopping"
         reason = why_none(await self._listed())
         if reason != self._why_not_ready:
             self._why_not_ready = reason

@@ -30,6 +30,10 @@ from mooncake.security import Identity, is_loopback, process_identity
 log = get_logger(__name__)
 
 
+CUT_GRACE_S = 1.0
+"""Time for the last messages of streams, after that for their answers."""
+
+
 @dataclass(frozen=True)
 class EppSettings(ServingSettings):
     """Pick the engine of each request for Envoy-based gateways (Gateway API Inference Extension)."""
@@ -121,7 +125,7 @@ def check_exposure(settings: EppSettings, identity: Identity) -> None:
 
 
 async def serve(settings: EppSettings) -> None:
-    """Run an endpoint picker until cancelled.
+    """Run an endpoint picker until cancelled; then answers have ``drain_s``, unless it is cancelled again.
 
     Raises:
         InvalidArgument: it would serve unauthenticated proxies, or a file can't be used.
@@ -156,6 +160,7 @@ async def serve(settings: EppSettings) -> None:
         proxy_key=settings.proxy_key,
     )
     key_watch = asyncio.create_task(watch_client_keys(gateway))
+    grace_s = CUT_GRACE_S
     try:
         await gateway.start()
         await operator_server.start()
@@ -171,8 +176,14 @@ async def serve(settings: EppSettings) -> None:
             model=settings.as_gateway().model_name,
         )
         await operator_server.wait()
+    except asyncio.CancelledError:
+        try:
+            await gateway.drain()
+        except asyncio.CancelledError:
+            grace_s = 0.0
+        raise
     finally:
         key_watch.cancel()
-        await server.close()
+        await server.close(grace_s)
         await operator_server.close()
         await gateway.close()

@@ -164,7 +164,7 @@ class PickerServer:
         self._health_server = server
         return port
 
-    async def close(self, grace_s: float = 1.0) -> None:
+    async def close(self, grace_s: float) -> None:
         """Take no new streams, and cancel those that have not ended after ``grace_s``."""
         for server in (self._health_server, self._server):
             if server is not None:

@@ -97,6 +97,9 @@ class ServingSettings(SchedulingSettings):
     max_in_flight: Annotated[int, Meta(ge=1)] = 1024
     "Answers in progress at a time; beyond that requests are refused with a time to retry."
 
+    drain_s: Annotated[float, Meta(ge=0, le=1e8)] = 5.0
+    "How long a process that stops waits for answers in progress; new requests get 503 meanwhile."
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_header("session_header")
@@ -165,9 +168,6 @@ class GatewaySettings(ServingSettings):
 
     stall_timeout_s: Seconds = 120.0
     "A worker that sends nothing for this long within a stream counts as failed, though it answers probes."
-
-    drain_s: Annotated[float, Meta(ge=0, le=1e8)] = 5.0
-    "How long a gateway that stops waits for answers in progress; new requests get 503 meanwhile."
 
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413 before it is read."

@@ -17,7 +17,7 @@ import pytest
 from mooncake.cli.certs import CertsSettings, make
 from mooncake.cli.ports import free_ports
 from mooncake.errors import InvalidArgument
-from mooncake.gateway.epp import EppSettings, check_exposure
+from mooncake.gateway.epp import EppSettings, check_exposure, serve
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.security import Identity, SecuritySettings
 from tests.waiting import until
@@ -180,3 +180,89 @@ async def test_a_process_serves_proxies_with_its_credential(way: str, tmp_path: 
                 await until(is_counted, "the end of the stream")
     finally:
         await engine.stop()
+
+
+# --- stop
+
+BODY = {"prompt": "w1 w2", "max_tokens": 1}
+
+
+@contextlib.asynccontextmanager
+async def serving(drain_s: float) -> AsyncIterator[tuple[Any, str, asyncio.Task[None]]]:
+    """A channel to a picker as its process runs it, the address of its engine, and its task."""
+    aio = pytest.importorskip("grpc.aio", reason="grpcio is not installed (extra grpc)")
+    pytest.importorskip("envoy.service.ext_proc", reason="xds-protos is not installed (extra dev)")
+
+    from tests.gateway.engines import Engine, Wire
+    from tests.gateway.envoy import health_of
+
+    engine = Engine(Wire())
+    await engine.start()
+    [port] = free_ports("127.0.0.1", 1, Random())
+    settings = EppSettings(
+        model="/nowhere", port=port, endpoints=(engine.address,), probe_interval_s=0.05, drain_s=drain_s
+    )
+    task = asyncio.create_task(serve(settings))
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+
+            async def is_ready() -> bool:
+                with contextlib.suppress(aio.AioRpcError):
+                    return await health_of(channel, "readiness") == 1
+                return False
+
+            await until(is_ready)
+            yield channel, engine.address, task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.stop()
+
+
+async def test_a_stopping_picker_ends_its_streams_and_takes_no_more() -> None:
+    async with serving(drain_s=60.0) as (channel, engine, task):
+        from tests.gateway.envoy import Exchange, health_of
+
+        exchange = Exchange(channel)
+        await exchange.completed(BODY)
+        await exchange.response_headers(served=engine)
+        await exchange.receive()
+        task.cancel()
+
+        async def is_unready() -> bool:
+            return await health_of(channel, "readiness") == 2
+
+        await until(is_unready)
+        assert await health_of(channel, "liveness") == 1
+        late = Exchange(channel)
+        await late.request_headers()
+        await late.request_body(b'{"prompt": "w1", "max_tokens": 1}')
+        refused = await late.refusal()
+        assert (refused.status, refused.body["error"]["code"]) == (503, "gateway_stopping")
+        assert not task.done()
+        await exchange.response_body(b'{"usage":{"completion_tokens":1}}')
+        await exchange.receive()
+        await exchange.end()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+@pytest.mark.parametrize("how", ["after its time", "at once"])
+async def test_streams_that_do_not_end_are_cut(how: str) -> None:
+    async with serving(drain_s=0.05 if how == "after its time" else 1e6) as (channel, engine, task):
+        import grpc
+
+        from tests.gateway.envoy import Exchange
+
+        exchange = Exchange(channel)
+        await exchange.completed(BODY)
+        await exchange.response_headers(served=engine)
+        await exchange.receive()
+        task.cancel()
+        if how == "at once":
+            await asyncio.sleep(0)
+            assert not task.done()
+            task.cancel()
+        await asyncio.wait([task])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await exchange.receive()
