@@ -22,7 +22,7 @@ from mooncake.store.master.catalog import Catalog, record_of_segment
 from mooncake.store.master.catalog_events import ReplicaCompleted
 from mooncake.store.master.effects import OperatorEvent, Received
 from mooncake.store.master.log_records import Doubt, ObjectReadable, ReplicaAdded
-from mooncake.store.master.objects import MAX_ID, Extent, StoredObject, check_put, is_of, split_scoped
+from mooncake.store.master.objects import MAX_ID, Extent, StoredObject, check_shape, is_of, split_scoped
 from mooncake.store.master.segments import Segment
 from mooncake.store.master.tasks import Tasks, entry_of
 from mooncake.types import Tier
@@ -283,10 +283,10 @@ def _what(entry: m.SegmentEntry, segment: Segment) -> tuple[int, str]:
 
 
 def _is_sound(entry: m.SegmentEntry) -> bool:
-    """Whether such an object can exist."""
+    """Whether such an object can exist: perhaps one that is no longer accepted from writers, but was."""
     _, name = split_scoped(entry.key)
-    is_put = check_put(name, entry.size_bytes, entry.chunk_bytes) is None
-    return is_put and len(entry.checksums) == 4 * -(-entry.size_bytes // entry.chunk_bytes)
+    has_shape = check_shape(name, entry.size_bytes, entry.chunk_bytes) is None
+    return has_shape and len(entry.checksums) == 4 * -(-entry.size_bytes // entry.chunk_bytes)
 
 
 def _is_same(stored: StoredObject, entry: m.SegmentEntry) -> bool:

@@ -346,14 +346,22 @@ def split_scoped(name: str) -> tuple[str, str]:
     return (tenant, rest) if nul else ("", name)
 
 
-def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | None:
-    """Why such an object can't be put, or None."""
+def check_shape(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | None:
+    """Why there can't be such an object, or None."""
     if not key or not is_name(key):
         return Refusal("invalid_key", f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8 and no NUL")
     if size_bytes < 1 or chunk_bytes < 1:
         return Refusal("invalid_size", f"size {size_bytes} and chunk {chunk_bytes} must be at least 1 byte")
     if -(-size_bytes // chunk_bytes) > MAX_CHUNKS:
         return Refusal("invalid_size", f"{size_bytes} bytes in chunks of {chunk_bytes}: over {MAX_CHUNKS}")
+    return None
+
+
+def check_put(key: ObjectKey, size_bytes: int, chunk_bytes: int) -> Refusal | None:
+    """Why such an object can't be put, or None. An earlier version may have accepted more."""
+    refusal = check_shape(key, size_bytes, chunk_bytes)
+    if refusal is not None:
+        return refusal
     if chunk_bytes < SMALL_CHUNK_BYTES and size_bytes > chunk_bytes * MAX_SMALL_CHUNKS:
         most = f"over {MAX_SMALL_CHUNKS} chunks have at least {SMALL_CHUNK_BYTES} bytes each"
         return Refusal("invalid_size", f"{size_bytes} bytes in chunks of {chunk_bytes}: {most}")

@@ -13,7 +13,7 @@ from mooncake.store import messages as m
 from mooncake.store.master.effects import RecoveryComplete
 from mooncake.store.master.log_records import Doubt, ObjectGone, Record
 from mooncake.store.master.master import Master
-from mooncake.store.master.objects import MAX_ID
+from mooncake.store.master.objects import MAX_ID, check_put
 from mooncake.types import Tier
 from tests.store.conftest import SETTINGS, TTL_S
 from tests.store.master.test_tiering import where, work
@@ -196,6 +196,14 @@ def test_of_two_contents_of_a_key_the_newer_wins(nodes: Nodes) -> None:
 def test_impossible_entries_are_rejected(nodes: Nodes, bad: m.SegmentEntry) -> None:
     ssd = reported(nodes, entry("good", 9, 8192), bad)
     assert nodes.master.objects.readable.keys() == {"good"} and ssd.held.keys() == {9}
+
+
+def test_an_object_with_more_small_chunks_than_writers_may_have_now_is_kept(nodes: Nodes) -> None:
+    """An earlier version accepted it; after an upgrade it must not be removed from its node."""
+    old = m.SegmentEntry("k", 5, 8192, 1, b"crc!" * 8192, 0, is_durable=True)
+    assert check_put("k", old.size_bytes, old.chunk_bytes) is not None
+    ssd = reported(nodes, old)
+    assert nodes.master.objects.readable.keys() == {"k"} and ssd.held.keys() == {5}
 
 
 def test_of_content_that_it_knows_the_master_is_the_authority(nodes: Nodes) -> None:
