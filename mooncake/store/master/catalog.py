@@ -8,9 +8,10 @@ has run out. These rules are written here once; the parts decide which requests 
 The space of a removed replica *rests* (is quarantined): until the leases that existed then have ended
 (and views that are kept open are no longer renewed), until no writer can still be writing it, and until
 no task reads it. Until then it counts in the account of the object's tenant: otherwise a tenant with a small
-quota could take the whole pool by puts that it aborts. Two kinds count in no account. What rests on a segment
-that is being drained is space that no put gets again. And a successor holds more space than its predecessor
-did, as it knows neither leases nor whose promised space is; a failover must not exhaust quotas.
+quota could take the whole pool by puts that it aborts. Three kinds count in no account. What rests on a
+segment that is being drained is space that no put gets again. A successor holds more space than its
+predecessor did, as it knows neither leases nor whose promised space is; a failover must not exhaust quotas.
+And of space that was preallocated for small objects (``preallocate``), only those that were written count.
 """
 
 from __future__ import annotations
@@ -642,7 +643,7 @@ class Catalog:
         if not segment.is_mounted:
             return 0
         extent.release_at = max(extent.held_until, leased_until)
-        extent.is_resting = True
+        self.tenants.rests(stored, extent)
         stored.resting.append(extent)
         if extent.release_at <= now:
             return self._release(stored, extent)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Literal, TypeAlias
 
 from mooncake.store.master.objects import Extent, Group, StoredObject
@@ -256,15 +256,11 @@ class Eviction:
         pinned_until = entry[4].pinned_until
         return pinned_until != entry[0] if queue.order is EvictionOrder.PINNED else pinned_until > now
 
-    def is_blocked(self, stored: StoredObject, extent: Extent, gone: Collection[int] = ()) -> bool:
-        """Whether descendants prevent its eviction, when those with the ids in ``gone`` have left."""
+    def is_blocked(self, stored: StoredObject, extent: Extent) -> bool:
+        """Whether descendants prevent its eviction."""
         stays_readable = stored.has_slower(extent)
         for child in self._children.get(stored.key, {}).values():
-            if (
-                child is stored
-                or child.object_id in gone
-                or (child.joint is not None and child.joint is stored.joint)
-            ):
+            if child is stored or (child.joint is not None and child.joint is stored.joint):
                 continue
             if not stays_readable or child.complete(extent.segment.tier):
                 return True

@@ -230,7 +230,7 @@ class FreeSpace:
         extents = [Extent(*place)]
         if num_replicas > 1:
             self._replicate(extents, size_bytes, num_replicas, placement, account, now)
-        self._unwatched_bytes += size_bytes * len(extents)
+        self._unwatched_bytes += aligned(size_bytes) * len(extents)
         return extents
 
     def _replicate(
@@ -254,61 +254,20 @@ class FreeSpace:
                 placement.freed(segment)
 
     def fit(self, size_bytes: int, account: Account, now: float) -> Refusal | None:
-        """Make room within the tenant's quota for an object, by evicting its own objects."""
-        size_bytes, quota_bytes = aligned(size_bytes), account.quota_bytes
-        if quota_bytes is None or account.has_room(size_bytes):
+        """Make room within the tenant's quota for an object, by evicting its own objects.
+
+        What could not succeed if all of them left evicts nothing. Where leases or descendants keep some, a
+        put may evict others and be refused: fewer bytes than it takes. To know before would cost a visit of
+        all objects, for each such put.
+        """
+        size_bytes = aligned(size_bytes)
+        if account.has_room(size_bytes):
             return None
-        may_fit = size_bytes <= quota_bytes and self._may_fit(account, size_bytes, now)
-        if may_fit and self._evict_from(account, size_bytes, now):
+        if account.could_have_room(size_bytes) and self._evict_from(account, size_bytes, now):
             return None
-        used = f"{account.used_bytes} of {quota_bytes} bytes are used"
-        return Refusal("quota_exceeded", f"{size_bytes} bytes for tenant {account.name!r}, and {used}")
-
-    def _may_fit(self, account: Account, size_bytes: int, now: float) -> bool:
-        """Whether what may be evicted suffices: a put without success must not flush the tenant's cache."""
-        assert account.quota_bytes is not None, account
-        missing_bytes, num_spared = account.used_bytes + size_bytes - account.quota_bytes, 0
-        chosen: dict[int, StoredObject] = {}
-        with contextlib.closing(account.victims(now, self._may_leave)) as victims:
-            for victim, extent in victims:
-                if self._catalog.settings.evict_undemoted or victim.all_have_slower(extent):
-                    missing_bytes -= self._choose(victim, chosen, now)
-                else:
-                    num_spared += 1
-                if missing_bytes <= 0:
-                    return True
-                if num_spared == MAX_SPARED:
-                    break
-        return False
-
-    def _choose(self, victim: StoredObject, chosen: dict[int, StoredObject], now: float) -> int:
-        """Add to ``chosen``, by id, what leaves with the victim (its group) and may leave after it
-        (ancestors). Returns its bytes in memory that would be released."""
-        catalog, leaving, released_bytes = self._catalog, [victim], 0
-        while leaving:
-            stored = leaving.pop()
-            for member in (stored,) if stored.joint is None else stored.joint.members.values():
-                if member.object_id in chosen:
-                    continue
-                chosen[member.object_id] = member
-                extents = member.complete(Tier.MEMORY)
-                released_bytes += aligned(member.size_bytes) * sum(
-                    extent.held_until <= now for extent in extents
-                )
-                parent = catalog.objects.readable.get(catalog.eviction.parent_of(member))
-                if parent is not None and self._may_follow(parent, chosen, now):
-                    leaving.append(parent)
-        return released_bytes
-
-    def _may_follow(self, stored: StoredObject, chosen: dict[int, StoredObject], now: float) -> bool:
-        """Whether an ancestor may be evicted for the quota once the chosen ones are."""
-        extents = stored.complete(Tier.MEMORY)
-        if not extents or stored.object_id in chosen or max(stored.leased_until, stored.pinned_until) > now:
-            return False
-        if not stored.may_be_evicted or any(extent.held_until > now for extent in extents):
-            return False
-        is_safe = self._catalog.settings.evict_undemoted or stored.all_have_slower(extents[0])
-        return is_safe and not self._catalog.eviction.is_blocked(stored, extents[0], chosen)
+        used = f"{account.used_bytes} of {account.quota_bytes} bytes are used"
+        takes = f"the object takes {size_bytes} bytes of tenant {account.name!r}"
+        return Refusal("quota_exceeded", f"{takes}, and {used}")
 
     def _evict_from(self, account: Account, size_bytes: int, now: float) -> bool:
         """Repeat while something is evicted: of a victim with more replicas than wanted, only one leaves."""

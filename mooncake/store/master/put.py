@@ -46,7 +46,7 @@ from mooncake.store.master.objects import (
 from mooncake.store.master.placement import FreeSpace, SegmentPlacement, has_ssd
 from mooncake.store.master.put_queue import DurablePuts, PutQueue
 from mooncake.store.master.segments import Segment
-from mooncake.store.master.tenants import Account, check_tenant
+from mooncake.store.master.tenants import Account, aligned, check_tenant
 from mooncake.types import ObjectKey, Tier
 
 MAX_REPLICAS = 64
@@ -179,7 +179,7 @@ class PutRequests:
                 catalog.add_story(now, stored.key, "put started as #{} on {}", stored.object_id, name)
         if not at:
             return list(indices)
-        self._space.given(at * size_bytes)
+        self._space.given(at * aligned(size_bytes))
         done = set(new[:at])
         return [index for index in indices if index not in done]
 
@@ -411,7 +411,7 @@ class Preallocations:
             extents.append(Extent(*place))
         if not extents:
             return None
-        self._space.given(size_bytes * len(extents))
+        self._space.given(aligned(size_bytes) * len(extents))
         put_s, advance_id, owner = self._catalog.settings.put_s, self._new_id(), scoped(message.tenant, "")
         self._given[advance_id] = Preallocation(now + put_s, owner, size_bytes, list[Extent | int](extents))
         replicas = [replica_of(extent) for extent in extents]

@@ -47,8 +47,11 @@ class Account:
         "_heap",
         "_order",
         "_pin_ends",
+        "_pinned",
+        "_pinned_bytes",
         "num_objects",
         "quota_bytes",
+        "resting_bytes",
         "tenant",
         "used_bytes",
     )
@@ -59,6 +62,8 @@ class Account:
         self.quota_bytes: int | None = None
         """None: no limit."""
         self.used_bytes = 0
+        self.resting_bytes = 0
+        """Those of them that wait for their release."""
         self.num_objects = 0
         """Number of readable objects."""
         self._heap: list[tuple[float, int, int, StoredObject]] | None = None
@@ -69,6 +74,9 @@ class Account:
         search visits them."""
         self._pin_ends: list[tuple[float, int, int, StoredObject]] = []
         """(end of its soft pin, ...): those of them that can leave when time has passed."""
+        self._pinned: dict[int, int] = {}
+        """Bytes in memory of those that are pinned hard, by id."""
+        self._pinned_bytes = 0
         self._order = itertools.count()
 
     @property
@@ -79,15 +87,25 @@ class Account:
         """Whether so many bytes may be allocated."""
         return self.quota_bytes is None or self.used_bytes + size_bytes <= self.quota_bytes
 
+    def could_have_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes could be allocated if each object that is not pinned hard left."""
+        kept_bytes = self._pinned_bytes + self.resting_bytes
+        return self.quota_bytes is None or kept_bytes + size_bytes <= self.quota_bytes
+
     def status(self) -> m.QuotaStatus:
         return m.QuotaStatus(self.name, self.quota_bytes, self.used_bytes, self.num_objects)
 
     def limit(self, quota_bytes: int | None, readable: Iterable[StoredObject]) -> None:
-        self.quota_bytes = quota_bytes
-        self._heap, self._aside, self._pin_ends = None, {}, []
+        """Set the quota, rounded up to what can be allocated."""
+        self.quota_bytes, self._heap = None, None
+        self._aside, self._pin_ends, self._pinned, self._pinned_bytes = {}, [], {}, 0
         if quota_bytes is not None:
-            self._heap = [self._entry(stored, 0.0) for stored in readable if stored.account is self]
+            self.quota_bytes = min(aligned(quota_bytes), MAX_QUOTA_BYTES)
+            mine = [stored for stored in readable if stored.account is self]
+            self._heap = [self._entry(stored, 0.0) for stored in mine]
             heapq.heapify(self._heap)
+            for stored in mine:
+                self._count_pinned(stored)
 
     def shown(self, stored: StoredObject) -> None:
         self.num_objects += 1
@@ -96,15 +114,40 @@ class Account:
                 self._heap[:] = [entry for entry in self._heap if entry[3].is_readable]
                 heapq.heapify(self._heap)
             heapq.heappush(self._heap, self._entry(stored, 0.0))
+            if not stored.may_be_evicted:
+                group = stored.joint
+                is_first = group is not None and stored.is_hard_pinned and group.num_hard_pinned == 1
+                for one in group.members.values() if group is not None and is_first else (stored,):
+                    self._count_pinned(one)
 
     def hidden(self, stored: StoredObject) -> None:
         self.num_objects -= 1
-        self._aside.pop(stored.object_id, None)
+        if self._aside:
+            self._take_from_aside(stored)
+        if self._pinned:
+            self._pinned_bytes -= self._pinned.pop(stored.object_id, 0)
 
     def changed(self, stored: StoredObject) -> None:
         """Its replicas, its pins or those of its group have changed, or a descendant has left."""
-        if self._heap is not None and self._aside.pop(stored.object_id, None) is not None:
-            heapq.heappush(self._heap, self._entry(stored, 0.0))
+        if self._heap is not None:
+            self._count_pinned(stored)
+            if self._take_from_aside(stored):
+                heapq.heappush(self._heap, self._entry(stored, 0.0))
+
+    def _take_from_aside(self, stored: StoredObject) -> bool:
+        """Whether this very object, not another one of its id, was set aside."""
+        is_aside = self._aside.get(stored.object_id) is stored
+        if is_aside:
+            del self._aside[stored.object_id]
+        return is_aside
+
+    def _count_pinned(self, stored: StoredObject) -> None:
+        """Count its bytes again, if it is pinned hard now or was."""
+        self._pinned_bytes -= self._pinned.pop(stored.object_id, 0)
+        if not stored.may_be_evicted:
+            held_bytes = aligned(stored.size_bytes) * len(stored.complete(Tier.MEMORY))
+            self._pinned[stored.object_id] = held_bytes
+            self._pinned_bytes += held_bytes
 
     def _entry(self, stored: StoredObject, rank: float) -> tuple[float, int, int, StoredObject]:
         return rank, stored.object_id, next(self._order), stored
@@ -121,7 +164,9 @@ class Account:
             return
         heap, spared, num_held = self._heap, list[tuple[float, int, int, StoredObject]](), 0
         while self._pin_ends and self._pin_ends[0][0] <= now:
-            self.changed(heapq.heappop(self._pin_ends)[3])
+            stored = heapq.heappop(self._pin_ends)[3]
+            if self._aside.get(stored.object_id) is stored:
+                self.changed(stored)
         try:
             while heap and num_held < MAX_SPARED:
                 rank, _, _, stored = heap[0]
@@ -159,10 +204,16 @@ class Account:
 
     def check(self, readable: Iterable[StoredObject]) -> None:
         """Assert that each of these objects, its own, is a candidate or set aside."""
+        mine = list(readable)
         if self._heap is not None:
             known = {id(entry[3]) for entry in self._heap} | {id(one) for one in self._aside.values()}
-            assert all(id(stored) in known for stored in readable), self.tenant
+            assert all(id(stored) in known for stored in mine), self.tenant
             assert all(stored.is_readable for stored in self._aside.values()), self.tenant
+            pinned = {one.object_id: one for one in mine if not one.may_be_evicted}
+            assert self._pinned.keys() == pinned.keys(), self.tenant
+            for number, one in pinned.items():
+                assert self._pinned[number] == aligned(one.size_bytes) * len(one.complete(Tier.MEMORY)), one
+        assert self._pinned_bytes == sum(self._pinned.values()), self.tenant
 
 
 class Tenants:
@@ -192,11 +243,19 @@ class Tenants:
         if segment.tier is Tier.MEMORY:
             account.used_bytes += aligned(size_bytes) * num_objects
 
+    def rests(self, stored: StoredObject, extent: Extent) -> None:
+        """Its removed replica stays in the account until ``discharge``."""
+        extent.is_resting = True
+        if extent.is_charged:
+            stored.account.resting_bytes += aligned(stored.size_bytes)
+
     def discharge(self, stored: StoredObject, extent: Extent) -> None:
         """Take the extent out of its tenant's account, if it is there."""
         if extent.is_charged:
             extent.is_charged = False
             stored.account.used_bytes -= aligned(stored.size_bytes)
+            if extent.is_resting:
+                stored.account.resting_bytes -= aligned(stored.size_bytes)
             self.tidy(stored.account)
 
     def shown(self, stored: StoredObject) -> None:
@@ -226,6 +285,7 @@ class Tenants:
 
     def check(self, objects: list[StoredObject]) -> None:
         used: dict[str, int] = {}
+        resting: dict[str, int] = {}
         num_objects: dict[str, int] = {}
         for stored in objects:
             extents = [extent for extent in (*stored.extents, *stored.resting) if extent.is_charged]
@@ -235,9 +295,13 @@ class Tenants:
                 continue
             assert self.accounts[split_scoped(stored.key)[0]] is stored.account, stored
             tenant = stored.account.tenant
-            used[tenant] = used.get(tenant, 0) + aligned(stored.size_bytes) * len(extents)
+            size_bytes = aligned(stored.size_bytes)
+            used[tenant] = used.get(tenant, 0) + size_bytes * len(extents)
+            num_resting = sum(extent.is_resting for extent in extents)
+            resting[tenant] = resting.get(tenant, 0) + size_bytes * num_resting
             num_objects[tenant] = num_objects.get(tenant, 0) + stored.is_readable
         for tenant, account in self.accounts.items():
             assert account.used_bytes == used.get(tenant, 0), (tenant, account.used_bytes, used)
+            assert account.resting_bytes == resting.get(tenant, 0), (tenant, account.resting_bytes, resting)
             assert account.num_objects == num_objects.get(tenant, 0), tenant
             account.check(one for one in objects if one.is_readable and one.account is account)

@@ -172,7 +172,7 @@ def test_a_tenant_over_its_quota_evicts_only_its_own(voice: Voice) -> None:
     voice.say(m.LookupObjects(["a"], "red"))
     voice.put("c", tenant="red")
     assert [voice.inspect(key, "red") is not None for key in "abc"] == [True, False, True]
-    assert voice.there("x") == "x" and quotas(voice)["red"] == (2500, 2048, 2)
+    assert voice.there("x") == "x" and quotas(voice)["red"] == (2560, 2048, 2)
 
 
 def test_a_quota_that_is_set_later_counts_what_is_there(voice: Voice) -> None:
@@ -180,7 +180,7 @@ def test_a_quota_that_is_set_later_counts_what_is_there(voice: Voice) -> None:
     voice.put("a", "b", "c", tenant="red")
     voice.say(m.SetQuota("red", 1500))
     voice.put("d", tenant="red")
-    assert quotas(voice)["red"] == (1500, 1024, 1)
+    assert quotas(voice)["red"] == (1536, 1024, 1)
     voice.say(m.SetQuota("red", None))
     voice.put("e", "f", tenant="red")
     assert quotas(voice)["red"] == (None, 3072, 3)
@@ -199,11 +199,12 @@ def test_what_does_not_fit_is_refused_with_figures(voice: Voice) -> None:
     voice.mount(size_bytes=65536)
     voice.say(m.SetQuota("red", 2500))
     voice.put("a", "b", tenant="red", policy=m.PutPolicy(is_hard_pinned=True))
-    for size_bytes, counted in ((449, 512), (3000, 3008)):
+    for size_bytes, counted in ((513, 576), (3000, 3008)):
         refusal = voice.start("c", size_bytes=size_bytes, tenant="red").refusals[0]
         assert refusal.code == "quota_exceeded"
-        assert refusal.reason == f"{counted} bytes for tenant 'red', and 2048 of 2500 bytes are used"
-    voice.put("d", size_bytes=448, tenant="red")
+        takes = f"the object takes {counted} bytes of tenant 'red'"
+        assert refusal.reason == f"{takes}, and 2048 of 2560 bytes are used"
+    voice.put("d", size_bytes=512, tenant="red")
     assert voice.there("ab") == "", "those are keys of the default tenant"
 
 
@@ -257,4 +258,4 @@ def test_a_successor_knows_the_quotas(voice: Voice) -> None:
         other = Voice(voice.master.settings)
         other.master.restore(records, 0.0)
         other.master.check()
-        assert quotas(other) == {"red": (2500, 1024, 1)}
+        assert quotas(other) == {"red": (2560, 1024, 1)}

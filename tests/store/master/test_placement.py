@@ -12,6 +12,7 @@ from mooncake.store.master.master import Master
 from mooncake.store.master.placement import SegmentPlacement
 from mooncake.store.master.segments import LOST, Segment, Segments
 from mooncake.store.master.snapshot import Snapshot
+from mooncake.store.master.tenants import Account
 from mooncake.store.messages import Mount, PutPolicy
 from tests.store.conftest import GRACE_S, LEASE_S, PUT_S, SETTINGS, Voice, follower
 from tests.store.nodes import Nodes, Place
@@ -187,7 +188,8 @@ def test_a_tenant_over_its_quota_gives_its_own_away_first(voice: Voice) -> None:
     voice.put("other", size_bytes=KIB)
     voice.put("d", size_bytes=KIB, tenant="red")
     assert voice.inspect("a", "red") is None and voice.inspect("other") is not None
-    assert refusal(voice, "e", size_bytes=4 * KIB, tenant="red").startswith("quota_exceeded: 4096 bytes")
+    reason = refusal(voice, "e", size_bytes=4 * KIB, tenant="red")
+    assert reason.startswith("quota_exceeded: the object takes 4096 bytes of tenant 'red'")
     assert voice.inspect("b", "red") is not None, "nothing goes for what can never fit"
     for key in "bcd":
         voice.find(key, "red")
@@ -235,10 +237,53 @@ def test_a_put_that_can_not_succeed_leaves_the_cache_of_its_tenant(voice: Voice)
     reason = refusal(voice, "large", size_bytes=9 * KIB, tenant="red")
     assert reason.startswith("too_large: 9216 bytes; the largest segment has 8192")
     reason = refusal(voice, "large", size_bytes=6 * KIB, tenant="red")
-    assert reason == "quota_exceeded: 6144 bytes for tenant 'red', and 10240 of 10240 bytes are used"
+    assert reason.endswith("takes 6144 bytes of tenant 'red', and 10240 of 10240 bytes are used")
     assert len(voice.master.objects.readable) == 10
     voice.put("l", size_bytes=3 * KIB, tenant="red")
     assert len(voice.master.objects.readable) == 8, "only what had to leave"
+    voice.say(m.Remove(["l"], True, "red"))
+    voice.say(m.Pin([f"k{number}" for number in range(10)], 0.0, "red"))
+    voice.put("all", size_bytes=8 * KIB, tenant="red")
+
+
+def test_a_group_that_becomes_pinned_leaves_as_much_less_room(voice: Voice) -> None:
+    voice.mount("a", 16 * KIB)
+    voice.say(m.SetQuota("red", 8 * KIB))
+    voice.put("a", "b", "c", size_bytes=KIB, tenant="red", group="g")
+    voice.put("d", size_bytes=KIB, tenant="red")
+    voice.put("p", size_bytes=KIB, tenant="red", group="g", policy=m.PutPolicy(is_hard_pinned=True))
+    voice.keep_alive(1.0)
+    assert "takes 5120 bytes" in refusal(voice, "x", size_bytes=5 * KIB, tenant="red")
+    assert len(voice.master.objects.readable) == 5
+    voice.say(m.Remove(["p"], True, "red"))
+    voice.put("x", size_bytes=8 * KIB, tenant="red")
+
+
+def test_space_that_rests_is_no_room_either(voice: Voice) -> None:
+    """A put that needs it must not evict what is left of the tenant's cache."""
+    voice.mount("a", 16 * KIB)
+    voice.say(m.SetQuota("red", 4 * KIB))
+    voice.put("a", "b", "c", size_bytes=KIB, tenant="red")
+    place = voice.start("d", size_bytes=KIB, tenant="red").reserved[0]
+    assert place is not None
+    voice.say(m.PutAbort(["d"], [place.object_id], "red"))
+    assert "takes 4096 bytes" in refusal(voice, "x", size_bytes=4 * KIB, tenant="red")
+    assert len(voice.master.objects.readable) == 3
+    voice.keep_alive(PUT_S + GRACE_S)
+    voice.put("x", size_bytes=4 * KIB, tenant="red")
+
+
+@pytest.mark.parametrize("group", ["", "g"])
+def test_a_put_that_can_not_succeed_visits_no_object(
+    voice: Voice, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    """A tenant that repeats it would slow down all others."""
+    voice.mount("a", 64 * KIB)
+    voice.say(m.SetQuota("red", 8 * KIB))
+    voice.put("p", size_bytes=KIB, tenant="red", policy=m.PutPolicy(is_hard_pinned=True))
+    voice.put(*(f"k{number}" for number in range(100)), size_bytes=64, tenant="red", group=group)
+    monkeypatch.setattr(Account, "victims", None)
+    assert "takes 8192 bytes" in refusal(voice, "x", size_bytes=8 * KIB, tenant="red")
 
 
 @pytest.mark.parametrize("pinned", ["", "c", "d"])
@@ -250,8 +295,8 @@ def test_a_chain_makes_room_for_a_quota_from_its_end_on(pinned: str) -> None:
         policy = m.PutPolicy(is_hard_pinned=key == pinned)
         voice.put(key, size_bytes=KIB, tenant="red", policy=policy, parents=[parent])
     if pinned:
-        assert "4096 of 4096 bytes" in refusal(voice, "x", size_bytes=2 * KIB, tenant="red")
-        assert len(voice.master.objects.readable) == 4
+        assert "3072 of 4096 bytes" in refusal(voice, "x", size_bytes=2 * KIB, tenant="red")
+        assert len(voice.master.objects.readable) == 3, "a put that is refused evicts less than it takes"
         voice.put("x", size_bytes=KIB, tenant="red")
     else:
         voice.put("x", size_bytes=3 * KIB, tenant="red")

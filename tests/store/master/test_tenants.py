@@ -43,6 +43,15 @@ class Book:
             self.tenants.discharge(stored, extent)
         self.check()
 
+    def restore(self, stored: StoredObject) -> StoredObject:
+        """Enter the object that was removed again, under its id."""
+        again = StoredObject(stored.key, stored.object_id, 1, 10, 10, [Extent(self.segments["m"], 0)], 0.0)
+        self.objects.writing[again.key] = again
+        self.tenants.charge(again, again.extents[0])
+        self.objects.finish(again, b"crc!", 0.0)
+        self.tenants.shown(again)
+        return again
+
     def victims(self, tenant: str = "red", now: float = 100.0) -> list[str]:
         found = list(self.tenants.accounts[tenant].victims(now, lambda stored, extent: self.may_leave))
         return [stored.key.split("\0")[-1] for stored, _ in found]
@@ -85,8 +94,10 @@ def test_a_quota_is_room_for_what_is_there_and_what_comes(book: Book) -> None:
     book.put("a", size_bytes=100)
     book.limit(200)
     account = book.tenants.accounts["red"]
-    assert account.has_room(72) and not account.has_room(73)
-    assert book.tenants.records() == [QuotaSet("red", 200)]
+    assert account.has_room(128) and not account.has_room(129), "of 256 bytes: space is a multiple of 64"
+    assert book.tenants.records() == [QuotaSet("red", 256)]
+    book.limit(1)
+    assert account.has_room(0) is False and account.could_have_room(64) and not account.could_have_room(65)
 
 
 def test_victims_are_its_own_the_least_recently_used_first(book: Book) -> None:
@@ -120,6 +131,7 @@ def test_what_can_not_leave_is_not_looked_at_again_until_it_changes(book: Book) 
     pinned, soft, cold, blocked = (book.put(name, where="s" if name == "cold" else "m") for name in NAMES)
     pinned.is_hard_pinned, soft.soft_pin_until = True, 200.0
     account = book.tenants.accounts["red"]
+    account.changed(pinned)
     book.may_leave = False
     assert book.victims() == [] and account._heap == [] and len(account._aside) == 4
     book.check()
@@ -157,13 +169,26 @@ def test_an_object_that_is_back_has_the_id_of_its_earlier_self(book: Book) -> No
     book.limit(1 << 20)
     stored = book.put("k")
     book.remove(stored)
-    again = StoredObject(stored.key, stored.object_id, 1, 10, 10, [Extent(book.segments["m"], 0)], 0.0)
-    book.objects.writing[again.key] = again
-    book.tenants.charge(again, again.extents[0])
-    book.objects.finish(again, b"crc!", 0.0)
-    book.tenants.shown(again)
+    book.restore(stored)
     assert book.victims() == ["k"]
     book.check()
+
+
+def test_the_end_of_a_pin_of_its_earlier_self_does_not_concern_an_object_that_is_back(book: Book) -> None:
+    book.limit(1 << 20)
+    stored = book.put("k")
+    stored.soft_pin_until = 50.0
+    assert book.victims(now=1.0) == []
+    book.remove(stored)
+    again = book.restore(stored)
+    again.is_hard_pinned = True
+    account = book.tenants.accounts["red"]
+    account.changed(again)
+    assert book.victims(now=2.0) == book.victims(now=100.0) == []
+    book.check()
+    again.is_hard_pinned = False
+    account.changed(again)
+    assert book.victims() == ["k"]
 
 
 def test_what_went_does_not_stay_among_the_candidates(book: Book) -> None:
