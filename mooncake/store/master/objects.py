@@ -94,15 +94,18 @@ class Extent:
 class Group:
     """Objects that are evicted together: one that is leased or pinned protects all."""
 
-    __slots__ = ("lease_until", "members", "name", "num_hard_pinned", "soft_pin_until")
+    __slots__ = ("_sole", "lease_until", "members", "name", "num_hard_pinned", "soft_pin_until")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lease_until = 0.0
         self.soft_pin_until = 0.0
-        """The latest of its members'; a member that leaves does not shorten it."""
+        """The latest of its members', or later: a member that leaves does not shorten it, the next change of
+        a pin does."""
         self.num_hard_pinned = 0
         self.members: dict[ObjectKey, StoredObject] = {}
+        self._sole: StoredObject | None = None
+        """The member for which ``stays_readable`` was last false."""
 
     def join(self, stored: StoredObject) -> None:
         self.members[stored.key] = stored
@@ -117,15 +120,28 @@ class Group:
 
     def pin(self, stored: StoredObject, *, is_hard: bool, soft_until: float) -> bool:
         """Set a member's pins. Returns whether ``soft_pin_until`` may be too late now (``shorten``)."""
-        is_last = soft_until < stored.soft_pin_until == self.soft_pin_until
+        is_shorter = soft_until < self.soft_pin_until
         self.num_hard_pinned += is_hard - stored.is_hard_pinned
         self.soft_pin_until = max(self.soft_pin_until, soft_until)
         stored.is_hard_pinned, stored.soft_pin_until = is_hard, soft_until
-        return is_last
+        return is_shorter
 
     def shorten(self) -> None:
         """Correct ``soft_pin_until`` after members' pins have become shorter."""
         self.soft_pin_until = max(member.soft_pin_until for member in self.members.values())
+
+    def stays_readable(self, tier: Tier) -> bool:
+        """Whether each member stays readable, from a slower tier, when all leave this one.
+
+        A search asks for each member. The one that was in the way last is asked first, so that the answer
+        does not take a visit of all of them each time.
+        """
+        last = self._sole
+        if last is not None and last.joint is self and not last.stays_without(tier):
+            return False
+        sole = (member for member in self.members.values() if not member.stays_without(tier))
+        self._sole = next(sole, None)
+        return self._sole is None
 
 
 class StoredObject:
@@ -256,9 +272,14 @@ class StoredObject:
 
     def all_have_slower(self, extent: Extent) -> bool:
         """The same for the object and its group, which leaves with it."""
-        members = (self,) if self.joint is None else self.joint.members.values()
-        leaving = (member.complete(extent.segment.tier) for member in members)
-        return all(member.has_slower(of[0]) for member, of in zip(members, leaving, strict=True) if of)
+        if self.joint is None:
+            return self.has_slower(extent)
+        return self.joint.stays_readable(extent.segment.tier)
+
+    def stays_without(self, tier: Tier) -> bool:
+        """Whether it has nothing in this tier, or something in a slower one."""
+        leaving = self.complete(tier)
+        return not leaving or self.has_slower(leaving[0])
 
     def on(self, segment: Segment) -> Extent | None:
         """Its replica on ``segment``."""

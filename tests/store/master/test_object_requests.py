@@ -239,6 +239,11 @@ def test_a_group_is_pinned_as_long_as_the_longest_pin_of_its_members(voice: Voic
         assert group.soft_pin_until == expected
     voice.say(m.Pin(["a"], 10.0))
     assert group.soft_pin_until == 20.0, "the other member's"
+    voice.say(m.Pin(["a"], 50.0))
+    voice.remove("a", force=True)
+    assert group.soft_pin_until == 50.0
+    voice.say(m.Pin(["b"], 0.0))
+    assert group.soft_pin_until == 0.0, "no member of the group is pinned any longer"
 
 
 def test_bad_pins(voice: Voice) -> None:

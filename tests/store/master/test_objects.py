@@ -90,6 +90,34 @@ def test_one_lease_protects_the_group() -> None:
     assert not table.groups
 
 
+def test_the_member_without_a_copy_is_found_once_for_its_whole_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search asks for each member, and a visit of all of them each time would take seconds."""
+    table, memory, disk = Table(0), segment("a"), segment("d", Tier.SSD)
+    members = [
+        table.put(f"k{number}", Extent(memory, number), Extent(disk, number), group="g")
+        for number in range(20)
+    ]
+    visited, stays_without = list[str](), StoredObject.stays_without
+
+    def counted(stored: StoredObject, tier: Tier) -> bool:
+        visited.append(stored.key)
+        return stays_without(stored, tier)
+
+    monkeypatch.setattr(StoredObject, "stays_without", counted)
+    assert members[0].all_have_slower(members[0].extents[0]) and len(visited) == 20
+    for number in 19, 3:
+        copy = members[number].extents.pop()
+        visited.clear()
+        assert not any(member.all_have_slower(member.extents[0]) for member in members)
+        assert len(visited) == number + 1 + 19
+        members[number].extents.append(copy)
+        assert members[0].all_have_slower(members[0].extents[0])
+    members[5].extents.pop()
+    assert not members[0].all_have_slower(members[0].extents[0])
+    table.unlink(members[5])
+    assert members[0].all_have_slower(members[0].extents[0])
+
+
 @pytest.mark.parametrize(
     ("tenant", "key", "expected"), [("", "k", "k"), ("default", "k", "k"), ("red", "k", "red\0k")]
 )
