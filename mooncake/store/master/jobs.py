@@ -96,7 +96,7 @@ class CopyJob(ReplicationJob):
         message: m.CopyObject,
         now: float,
     ) -> None:
-        super().__init__(job_id, split_scoped(stored.key)[1], now)
+        super().__init__(job_id, _name_of(stored), now)
         self.message = message
         self.kind = "copy" if source is None else "move"
         self.stored = stored
@@ -483,7 +483,7 @@ class Jobs:
 
 
 def _name_of(stored: StoredObject) -> str:
-    """The object as its users know it: a drain is an operator's, and moves objects of all tenants."""
+    """The object as its users know it: an operator's list of jobs has objects of all tenants."""
     tenant, key = split_scoped(stored.key)
     return f"{key} of tenant {tenant}" if tenant else key
 

@@ -161,7 +161,7 @@ def test_jobs_name_objects_without_the_masters_own_names(nodes: Nodes) -> None:
     a, b = Place(nodes, "a"), Place(nodes, "b", 4096)
     nodes.put("k", size_bytes=8000, host="a", tenant="red")
     job = ask(nodes, m.CopyObject("k", ["b"], tenant="red"))
-    assert job.about == "k"
+    assert job.about == "k of tenant red"
     b.poll()
     job = ask(nodes, m.DrainSegments(["a"], []))
     live(nodes, 1.0, a, b)
