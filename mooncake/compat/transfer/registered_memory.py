@@ -31,28 +31,27 @@ SMALLEST_BYTES = 8 << 10
 class MemoryUse:
     """Memory that a call in progress uses."""
 
-    __slots__ = ("_ends", "_starts", "ended", "num_bytes", "spans", "thread")
+    __slots__ = ("_columns", "ended", "num_bytes", "spans", "thread")
 
     def __init__(self, spans: Sequence[tuple[int, int]] | npt.NDArray[np.uint64]) -> None:
         self.spans = spans
         self.thread = threading.get_ident()
         self.ended: threading.Event | None = None
         """Made by the first thread that waits for it."""
-        self.num_bytes = 0
-        self._starts: list[int] | None = None
-        self._ends: list[int] = []
+        self._columns: tuple[list[int], list[int]] | None = None
+        """Starts in order, and the highest end up to each; with them ``num_bytes`` is set."""
 
     def overlaps(self, region: Region) -> bool:
         """Whether some of the region's bytes are used. The spans are sorted when this is first asked."""
-        if self._starts is None:
+        if self._columns is None:
             spans = [span for span in self.spans if span[1]]  # an empty one may have any address
             columns = np.array(spans, dtype=np.uint64).reshape(-1, 2)
             columns = columns[np.argsort(columns[:, 0])]
             self.num_bytes = int(columns[:, 1].sum())
-            self._ends = np.maximum.accumulate(columns.sum(axis=1)).tolist()
-            self._starts = columns[:, 0].tolist()
-        before = bisect.bisect_left(self._starts, region.address + region.size_bytes)
-        return before > 0 and self._ends[before - 1] > region.address
+            self._columns = columns[:, 0].tolist(), np.maximum.accumulate(columns.sum(axis=1)).tolist()
+        starts, ends = self._columns
+        before = bisect.bisect_left(starts, region.address + region.size_bytes)
+        return before > 0 and ends[before - 1] > region.address
 
 
 class RegisteredMemory:
