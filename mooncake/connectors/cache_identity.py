@@ -75,20 +75,25 @@ _ROPE_OF_ANY_LENGTH = {
         "deepseek_yarn",
         "deepseek_llama_scaling",
         "proportional",
+        "dynamic",
     ),
     *("mrope", "mllama4", "bailing_mrope", "openpangu"),
 }
 """Kinds of rotary embedding whose values at a position do not depend on the longest prompt of vLLM.
 
-``longrope`` chooses its factors by it, and some models pass it to ``dynamic``.
+``dynamic`` takes the length in the model's configuration. ``longrope`` is not here: it has long factors where
+vLLM's longest prompt exceeds the length of the model's training.
 """
+
+_ROPE_KINDS = ("rope_type", "type")
+"""Names of the field with the kind, of which the second is that of older models."""
 
 _AUTO = "auto"
 _TENSORS_ONLY = {"hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
-"""Values of vLLM's ``load_format`` that load the same files with another reader.
+"""Values of vLLM's ``load_format`` that load the same files with another reader."""
 
-``auto`` is none of them: in a folder that has ``consolidated*.safetensors``, too, it loads these.
-"""
+_CONSOLIDATED = "consolidated*.safetensors"
+"""Files that vLLM's ``auto`` loads instead where a folder has them, as ``mistral`` does."""
 
 _OTHER_FILES = {"mistral", "sharded_state", "runai_streamer_sharded"}
 """Those that load other files with weights, which are hashed as well."""
@@ -101,8 +106,11 @@ RANDOM_WEIGHTS = "the weights are random (load_format dummy)"
 SAMPLED = "sampled_weights"
 """The option of an engine's extra configuration that selects the fast mode."""
 
-_VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation"}
-"""Fields of a model's configuration that may differ in a copy of the model elsewhere."""
+_VOLATILE = {"_name_or_path", "name_or_path", "transformers_version", "_attn_implementation", "max_model_len"}
+"""Fields of a model's configuration that may differ in a copy of the model elsewhere.
+
+Some models of vLLM write ``max_model_len`` into it; ``_length_facts`` has it where it counts.
+"""
 
 SGLANG_ARGUMENTS = (
     *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
@@ -137,7 +145,10 @@ Not ``pt``, ``npcache`` and ``mistral``: where a folder has several formats, the
 _ELSEWHERE = {"ipc_cache", "private", "rdma", "remote", "remote_instance"}
 """Values of ``load_format`` with which the weights do not come from the model's folder."""
 
-_READER_OPTIONS = {"enable_multithread_load", "num_threads", "enable_weights_track"}
+_READER_OPTIONS = {
+    *("enable_multithread_load", "num_threads", "enable_weights_track"),
+    *("concurrency", "memory_limit", "distributed"),  # of runai_streamer and runai_streamer_sharded
+}
 """Fields of ``model_loader_extra_config`` that change the time of a load only."""
 
 
@@ -341,14 +352,26 @@ def vllm_weights_unknown(load: Any) -> str:
     return f"load_format {form} may take the weights from elsewhere"
 
 
-def load_facts(load: Any) -> dict[str, object]:
+def load_facts(config: Any) -> dict[str, object]:
     """Fields of vLLM's ``LoadConfig`` that change which weights are loaded."""
+    load = config.load_config
     form = str(load.load_format)
+    if form == _AUTO:
+        form = _form_of_auto(config.model_config, load)
     return {
         "load_format": "tensors" if form in _TENSORS_ONLY else form,
         "load_options": _without_reader_options(getattr(load, "model_loader_extra_config", None)),
         "load_by_torchao": getattr(load, "safetensors_load_strategy", None) == "torchao",
     }
+
+
+def _form_of_auto(model: Any, load: Any) -> str:
+    """The ``load_format`` that vLLM chooses for ``auto``; ``auto`` itself if the folder can't be read."""
+    try:
+        folder = _folder_of(model.model, model.revision, load.download_dir)
+    except (OSError, ValueError, ImportError):
+        return _AUTO
+    return "mistral" if any(folder.glob(_CONSOLIDATED)) else "hf"
 
 
 class Adapters:
@@ -404,7 +427,7 @@ def model_facts(config: Any) -> dict[str, object]:
     return {
         **_options(model, MODEL_OPTIONS),
         **_options(config.cache_config, CACHE_OPTIONS),
-        **load_facts(config.load_config),
+        **load_facts(config),
         **_length_facts(model),
         **(_processor_facts(config) if getattr(model, "multimodal_config", None) else {}),
         "config": _config_digest(model),
@@ -421,25 +444,30 @@ def _length_facts(model: Any) -> dict[str, object]:
     """What changes values for ``max_model_len`` or for the configuration of generation, in some models."""
     config = model.hf_config.to_dict()
     facts: dict[str, object] = {}
-    if not _rope_types(config) <= _ROPE_OF_ANY_LENGTH:
-        # With -1, vLLM computes with the longest length and reduces it later.
-        is_automatic = getattr(model, "original_max_model_len", None) == -1
-        facts["max_model_len"] = _AUTO if is_automatic else model.max_model_len
+    # With -1, vLLM computes with the longest length and reduces it later.
+    is_automatic = getattr(model, "original_max_model_len", None) == -1
+    for rope in _ropes(config):
+        kinds = {str(rope[key]) for key in _ROPE_KINDS if rope.get(key)}
+        trained = rope.get("original_max_position_embeddings")
+        if kinds <= _ROPE_OF_ANY_LENGTH:
+            continue
+        if kinds == {"longrope"} and trained and not is_automatic:
+            facts[f"is_longer_than_{trained}"] = model.max_model_len > trained
+        else:
+            facts["max_model_len"] = _AUTO if is_automatic else model.max_model_len
     if str(config.get("model_type", "")).startswith("llama4"):
         generation = {**model.try_get_generation_config(), **model.override_generation_config}
-        default = model.max_model_len > LLAMA4_TUNED_LENGTH
+        default = is_automatic or model.max_model_len > LLAMA4_TUNED_LENGTH
         facts["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", default)
     return facts
 
 
-def _rope_types(config: Mapping[str, Any], is_rope: bool = False) -> set[str]:
-    """Kinds of rotary embedding in a model's configuration, which may have one per kind of layer."""
-    found = set()
+def _ropes(config: Mapping[str, Any], is_rope: bool = False) -> list[Mapping[str, Any]]:
+    """Rotary embeddings in a model's configuration, which may have one per kind of layer."""
+    found = [config] if is_rope and any(config.get(key) for key in _ROPE_KINDS) else []
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= _rope_types(value, is_rope or str(key).startswith("rope_"))
-        elif is_rope and key in ("rope_type", "type") and value:
-            found.add(str(value))
+            found += _ropes(value, is_rope or str(key).startswith("rope_"))
     return found
 
 
@@ -461,7 +489,7 @@ def encoder_facts(config: Any, version: str, weights: str) -> dict[str, object]:
         "weights": weights,
         "config": _config_digest(model),
         **_options(model, MODEL_OPTIONS),
-        **load_facts(config.load_config),
+        **load_facts(config),
         **_processor_facts(config),
     }
 

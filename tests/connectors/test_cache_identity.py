@@ -213,10 +213,23 @@ def test_what_changes_the_numbers_is_a_fact(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("form", ["fastsafetensors", "hf", "runai_streamer"])
 def test_another_reader_of_the_same_files_is_no_other_fact(form: str) -> None:
-    same = {"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 8}}
+    threads = {"enable_multithread_load": True, "num_threads": 8}
+    streams = {"concurrency": 32, "memory_limit": -1, "distributed": True}
+    same = {"model_loader_extra_config": threads | streams}
     assert model_facts(vllm_config(load_format=form, **same)) == model_facts(
         vllm_config(load_format="safetensors")
     )
+
+
+def test_auto_is_the_format_of_the_files_that_it_loads(tmp_path: Path) -> None:
+    folder = model(tmp_path / "a")
+
+    def facts(form: str) -> dict[str, object]:
+        return model_facts(vllm_config(model=str(folder), load_format=form))
+
+    assert facts("auto") == facts("safetensors") != facts("mistral")
+    (folder / "consolidated.00.safetensors").write_bytes(b"x")
+    assert facts("auto") == facts("mistral") != facts("safetensors")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +239,8 @@ def test_another_reader_of_the_same_files_is_no_other_fact(form: str) -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, False),
         ({"rope_parameters": {"rope_type": "longrope"}}, True),
         ({"text_config": {"rope_scaling": {"type": "su"}}}, True),
-        ({"rope_parameters": {"full": {"rope_type": "dynamic"}, "sliding": {"rope_type": "default"}}}, True),
+        ({"rope_parameters": {"full": {"rope_type": "dynamic"}, "sliding": {"rope_type": "default"}}}, False),
+        ({"rope_parameters": {"full": {"rope_type": "another"}, "sliding": {"rope_type": "default"}}}, True),
         ({"quantization_config": {"type": "int"}}, False),
     ],
     ids=str,
@@ -238,11 +252,27 @@ def test_the_longest_prompt_counts_where_positions_depend_on_it(hf: dict[str, An
     assert (automatic != short) is counts, "vLLM reduces it after the model is made"
 
 
+def test_for_longrope_it_counts_whether_prompts_may_exceed_the_length_of_training() -> None:
+    hf = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+
+    def facts(length: int) -> dict[str, object]:
+        return model_facts(vllm_config(hf=hf, max_model_len=length))
+
+    assert facts(2048) == facts(4096) != facts(4097) == facts(131072)
+    automatic = model_facts(vllm_config(hf=hf, original_max_model_len=-1))
+    assert automatic != facts(4096), "vLLM makes the model with a longer length and reduces it later"
+
+
+def test_a_length_that_vllm_writes_into_the_configuration_is_no_fact() -> None:
+    assert model_facts(vllm_config(hf={"max_model_len": 4096})) == model_facts(vllm_config())
+
+
 def test_the_scaled_attention_of_llama_4_is_a_fact() -> None:
     def facts(**changes: Any) -> dict[str, object]:
         return model_facts(vllm_config(hf={"model_type": "llama4"}, **changes))
 
     assert facts(max_model_len=32768) == facts() != facts(max_model_len=32769)
+    assert facts(original_max_model_len=-1) == facts(max_model_len=32769), "vLLM reduces it later"
     tuned = {"attn_temperature_tuning": True}
     assert facts(override_generation_config=tuned) == facts(max_model_len=32769)
     assert facts(try_get_generation_config=lambda: tuned) == facts(max_model_len=32769)
