@@ -280,6 +280,11 @@ class HistoryChecker:
         is_clear = known.unclear_until <= self._cluster.kernel.now
         return known if is_alone and change.was_alone[key] and is_clear else None
 
+    def doubted(self) -> None:
+        """What the changes under way did may be undone: their answers say nothing about what is there now."""
+        for known in self._keys.values():
+            known.generation += 1
+
     def is_clear_after(self, change: KeyChange, key: str) -> bool:
         """The change has ended with an answer. Returns whether it is the last word on the key."""
         return self._ended(change, key) is not None
@@ -462,15 +467,21 @@ class AnswerChecker:
         self._quotas.pop(client.tenant, None)
         return self.quota_changes.begin(client, [client.tenant])
 
-    def quota_set(self, change: KeyChange, quota_bytes: int | None) -> None:
-        """It is acknowledged; None: there is none, or the change was refused."""
-        tenant = change.client.tenant
+    def quota_set(self, change: KeyChange, size_bytes: int | None, reply: object) -> None:
+        """The change is answered. The quota is the one in the answer, because the master rounds it up."""
+        tenant, quota_bytes = change.client.tenant, None
+        if isinstance(reply, m.Quotas):
+            quota_bytes = {one.tenant: one.quota_bytes for one in reply.quotas}.get(tenant or "default")
+            if (quota_bytes is None) != (size_bytes is None):
+                what = f"tenant {tenant!r} was to have a quota of {size_bytes} bytes, and has {quota_bytes}"
+                raise Violation(what, Invariant.QUOTA)
         if self.quota_changes.is_clear_after(change, tenant) and quota_bytes is not None:
             self._quotas[tenant] = quota_bytes
 
     def quotas_unknown(self) -> None:
         """Another master begins without a log, or an operator ends all quotas."""
         self._quotas = {}
+        self.quota_changes.doubted()
 
     # Requests
 

@@ -636,7 +636,7 @@ class MixedWorkloadClient(WorkloadClient):
         change = answers.quota_began(self._client)
 
         def set_it(reply: object) -> None:
-            answers.quota_set(change, size_bytes if isinstance(reply, m.Quotas) else None)
+            answers.quota_set(change, size_bytes, reply)
             self._next()
 
         message = m.SetQuota(self._client.tenant, size_bytes)

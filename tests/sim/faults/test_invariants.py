@@ -7,6 +7,7 @@ Besides, the history checker alone: what it considers promised after each kind o
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -15,6 +16,8 @@ from mooncake.sim.faults.invariants import LATE_S, HistoryChecker, Invariant, Vi
 from mooncake.sim.faults.store_run import StoreCluster, StoreRun
 from mooncake.sim.faults.workload import SETTINGS
 from mooncake.sim.kernel import Kernel
+from mooncake.store import messages as m
+from mooncake.store.client.effects import Operation
 from tests.sim.faults.masters_bugs import RULES as MASTERS_RULES
 from tests.sim.faults.planted_bugs import BUGS, Bug
 from tests.sim.faults.test_transfer_run import RULES as TRANSFER_RULES
@@ -120,3 +123,36 @@ def test_what_a_client_had_begun_is_unclear_for_a_while_after_it_died() -> None:
     assert not removed()
     kernel.now += LATE_S
     assert removed()
+
+
+def test_the_quota_is_the_one_that_the_master_has_rounded_up() -> None:
+    cluster = StoreCluster(Kernel(1), ClusterFaults(), SETTINGS)
+    answers = cluster.checkers.answers
+    cluster.start_node("node0", "left", 65536)
+    cluster.kernel.run(2.0)
+    client = cluster.start_client("client0", "left")
+
+    def run(operation: Operation[object], done: Callable[[object], None]) -> None:
+        client.run(operation, client.now + 6.0, lambda reply, _: done(reply))
+        cluster.kernel.run(cluster.kernel.now + 8.0)
+
+    change = answers.quota_began(client)
+    ask = client.operations.ask(m.SetQuota("", 500), client.now + 6.0)
+    run(ask, lambda reply: answers.quota_set(change, 500, reply))
+    outcomes: list[object] = []
+    run(client.operations.put(["k"], [0], [510], 65536, client.now + 6.0), outcomes.append)
+    assert outcomes == [[None]]
+
+
+def test_an_answer_of_a_master_that_has_died_says_nothing_about_the_quotas_of_the_next() -> None:
+    cluster = StoreCluster(Kernel(1), ClusterFaults(), SETTINGS)
+    answers, client = cluster.checkers.answers, cluster.start_client("client0", "left")
+    reply = m.Quotas([m.QuotaStatus("default", 512, 0, 0)])
+    change = answers.quota_began(client)
+    cluster.checkers.master_died(cluster.master.master)
+    answers.quota_set(change, 500, reply)
+    assert not answers._quotas
+    answers.quota_set(answers.quota_began(client), 500, reply)
+    assert answers._quotas == {"": 512}
+    with pytest.raises(Violation, match="was to have a quota of 500 bytes"):
+        answers.quota_set(answers.quota_began(client), 500, m.Quotas([]))
