@@ -282,7 +282,8 @@ def _answer_errors(app: FastAPI, gateway: Gateway | None = None) -> None:
     @app.exception_handler(Exception)
     async def _broken(http: Request, error: Exception) -> Response:
         # Starlette logs the traceback after this.
-        _requests.labels(_endpoint(http), 500).inc()
+        if not getattr(http.state, "is_counted", False):
+            _requests.labels(_endpoint(http), 500).inc()
         broken = internal_error("gateway")
         return Response(broken.body(), 500, names_of(http), media_type="application/json")
 
@@ -424,6 +425,7 @@ _STATUS_OF = {StreamOutcome.COMPLETE: "200", StreamOutcome.BROKEN: "broken", Str
 
 def _count_answer(http: Request, response: Response) -> None:
     """Count a request that was served: a stream at its end, as it may break until then."""
+    http.state.is_counted = True
     endpoint = _endpoint(http)
     if isinstance(response, EventStreamResponse):
         response.on_outcome = lambda outcome: _requests.labels(endpoint, _STATUS_OF[outcome]).inc()

@@ -138,7 +138,10 @@ class EventStreamResponse(Response):
         is_read, outcome = True, StreamOutcome.BROKEN
         try:
             is_read = await self._until_over(writing, leaving)
-            outcome = writing.result() if writing.done() else StreamOutcome.CLIENT_LEFT
+            if writing.done():
+                outcome = writing.result()
+            elif leaving.done() or self._is_sending:
+                outcome = StreamOutcome.CLIENT_LEFT
         except asyncio.CancelledError:
             await _cancel(writing)
             if self._is_in_the_middle:

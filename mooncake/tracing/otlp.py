@@ -13,6 +13,7 @@ one line when it stops taking them and one when it begins again.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class OtlpExporter:
         self._from_environment = OTELResourceDetector().detect()
         self._resources: dict[tuple[str, str], Resource] = {}
         self._scope = InstrumentationScope("mooncake", mooncake.__version__)
-        self._num_spans = 0
+        self._numbers = itertools.count(1)
 
     def samples(self, trace_id: str, name: str, parent: SpanContext | None) -> bool:
         above = None
@@ -92,9 +93,8 @@ class OtlpExporter:
         parent = None
         if span.parent_id:
             parent = _context(SpanContext(span.trace_id, span.parent_id), is_remote=is_root)
-        self._num_spans += 1
         return _NumberedSpan(
-            self._num_spans,
+            next(self._numbers),
             span.name,
             _context(SpanContext(span.trace_id, span.span_id), is_remote=False),
             parent,
@@ -132,22 +132,26 @@ class _NumberedSpan(ReadableSpan):
 class _ReportingExporter(OtelSpanExporter):
     """Counts what the collector takes, and logs when it stops and when it begins again to do so.
 
-    The SDK's queue drops its oldest spans without a word, so what is missing before a batch was dropped.
+    The SDK's queue drops its oldest spans without a word, so a number that is missing is that of a dropped
+    one; or of one that another thread is just adding, which makes the count of a later batch smaller.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._last_number = 0
+        self._last_number = self._num_taken = self._num_dropped = 0
         self._inner = OTLPSpanExporter(endpoint=url)
         self._is_failing = False
         # Of its own the SDK logs every attempt.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        last = spans[-1]
-        assert isinstance(last, _NumberedSpan)
-        _spans.labels("dropped").inc(last.number - self._last_number - len(spans))
-        self._last_number = last.number
+        for span in spans:
+            assert isinstance(span, _NumberedSpan)
+            self._last_number = max(self._last_number, span.number)
+        self._num_taken += len(spans)
+        num_dropped = max(self._num_dropped, self._last_number - self._num_taken)
+        _spans.labels("dropped").inc(num_dropped - self._num_dropped)
+        self._num_dropped = num_dropped
         result = self._inner.export(spans)
         is_failure = result is not SpanExportResult.SUCCESS
         _spans.labels("failed" if is_failure else "exported").inc(len(spans))

@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from fastapi import Response
 
 from mooncake.errors import InvalidArgument
 from mooncake.gateway import app as gateway_app
 from mooncake.gateway.app import create_app, create_operator_app, serve
 from mooncake.gateway.gateway import GatewaySettings
 from mooncake.http.server import listen
+from mooncake.http.sse import EventStreamResponse
 from mooncake.inference.tokenizer import Tokenizer
 from mooncake.metrics import registry
 from tests.gateway.conftest import ADMIN_KEY, Stack, running
@@ -353,6 +355,32 @@ async def test_a_stream_is_counted_by_its_end(tokenizer: Tokenizer, how: str, st
         await until(lambda: num_streams(status) > seen[status])
     changed = {one: num_streams(one) - before for one, before in seen.items() if num_streams(one) > before}
     assert changed == {status: 1.0}
+
+
+async def test_a_stream_that_a_fault_of_the_gateway_breaks_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def broken() -> AsyncGenerator[bytes, None]:
+        yield b"data: 2\n\n"
+        raise RuntimeError("boom")
+
+    async def serve_broken(*given: Any) -> Response:
+        return EventStreamResponse(b"data: 1\n\n", broken(), {}, lambda: None)
+
+    monkeypatch.setattr(gateway_app, "serve_any_engine", serve_broken)
+    seen = {one: num_streams(one) for one in ("200", "500", "broken")}
+    engine = Engine(Wire())
+    async with (
+        serving(engine, monkeypatch, drain_s=0.0) as (url, session, _),
+        session.post(url + TEXT, json=STREAM) as response,
+    ):
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
+    assert {one: num_streams(one) - before for one, before in seen.items()} == {
+        "200": 0,
+        "500": 0,
+        "broken": 1,
+    }
 
 
 async def test_too_many_at_once_are_refused_with_the_time_to_retry(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Response
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake import clock
 from mooncake.errors import ProtocolError
 from mooncake.http import sse
 from mooncake.http.server import HttpServer, listen
@@ -77,3 +78,31 @@ async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
         assert b"gateway_stopping" in rest
         await closing
     assert ended.is_set() and outcomes == [StreamOutcome.BROKEN]
+
+
+async def test_a_stream_whose_events_end_after_their_deadline_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sse, "FINAL_EVENT_TIMEOUT_S", 0.01)
+    app = FastAPI()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b"never"
+
+    @app.get("/")
+    async def answer() -> Response:
+        response = EventStreamResponse(b"data: first\n\n", events(), {}, ended.set, clock.monotonic())
+        response.on_outcome = outcomes.append
+        return response
+
+    ended = asyncio.Event()
+    outcomes: list[StreamOutcome] = []
+    server = HttpServer(app, listen("127.0.0.1", 0))
+    await server.start()
+    async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{server.port}/") as response:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.content.read()
+        await ended.wait()
+    await server.close()
+    assert outcomes == [StreamOutcome.BROKEN]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from unittest.mock import Mock
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
@@ -105,6 +106,22 @@ def test_spans_without_room_in_the_queue_are_counted(monkeypatch: pytest.MonkeyP
     dropped = num_spans("dropped") - before["dropped"]
     assert dropped >= 12 and num_spans("failed") == before["failed"]
     assert num_spans("exported") - before["exported"] == len(found.spans) == 20 - dropped
+
+
+def test_spans_that_threads_add_in_another_order_are_not_dropped() -> None:
+    before = {outcome: num_spans(outcome) for outcome in ("exported", "dropped")}
+    with collector() as found:
+        exporter = OtlpExporter(f"{found.url}/v1/traces")
+        processor, waiting = exporter._processor, Mock()
+        exporter._processor = waiting
+        for _ in range(3):
+            traced(Tracing(4, exporter))
+        for call in reversed(waiting.on_end.call_args_list):
+            processor.on_end(*call.args)
+        processor.force_flush()
+        processor.shutdown()
+    assert num_spans("exported") - before["exported"] == len(found.spans) == 6
+    assert num_spans("dropped") == before["dropped"]
 
 
 def num_spans(outcome: str) -> float:
