@@ -95,7 +95,9 @@ async def serve(
 def _reserved(host: str, port: int) -> Iterator[int]:
     """Own a port without listening: connections are refused, and no other process gets it as a free one.
 
-    Yields the port. Raises AddressInUse when another process listens there.
+    Yields the port. Raises AddressInUse when another process listens there. A second engine that is given the
+    same port gets it, too, and fails when it listens: a reservation that excludes it would itself be refused
+    while connections of an engine that has just ended are in TIME_WAIT.
     """
     with listen(host, port) as taken:
         family, address = taken.family, taken.getsockname()

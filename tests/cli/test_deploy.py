@@ -498,8 +498,10 @@ def test_a_certificate_that_lacks_a_name_of_the_gateway_is_refused(tmp_path: Pat
 
 
 def test_the_image_has_every_extra_that_a_container_uses() -> None:
-    (extras,) = re.findall(r'extras="([a-z,]+)', (ROOT / "deploy" / "Containerfile").read_text())
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    (extras,) = re.findall(r'extras="([a-z,]+)', text)
     assert set(extras.split(",")) == {"cli", "gateway", "grpc", "otel", "tls"}
+    assert "[otel]" in text.partition(" AS vllm")[2].partition("\nFROM")[0], "engines send spans, too"
 
 
 @pytest.mark.parametrize(
