@@ -219,8 +219,8 @@ class MooncakeBackend(Base):  # type: ignore[misc]
             The number of tokens that are known to be removed, as LMCache counts: the last chunk of a prompt
             counts as a full one.
         """
-        num_chunks = sum(self._pages.forget(f"kv/{digest}/") or 0 for digest in self._chunks.renew())
-        return num_chunks * int(self.metadata.chunk_size)
+        found = self._pages.forget([f"kv/{digest}/" for digest in self._chunks.renew()])
+        return sum(number or 0 for number in found) * int(self.metadata.chunk_size)
 
     def get_allocator_backend(self) -> Any:
         return self.local_cpu_backend

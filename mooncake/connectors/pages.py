@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -308,15 +309,20 @@ class Pages:
         call = self._calls.look_up("remove", lambda end: self._remove(keys, end), [False] * len(keys))
         return call.wait()
 
-    def forget(self, prefix: str) -> int | None:
-        """Remove all objects whose key begins with ``prefix``; returns their number, None if that is unknown.
+    def forget(self, prefixes: Sequence[str]) -> list[int | None]:
+        """Remove all objects whose key begins with a prefix; returns their number for each, None if unknown.
 
         It is unknown where the master did not answer, or not within ``FORGET_S``: then it may be removing
-        them still.
+        them still. All removals begin at once, so that several take no longer than one.
         """
-        found = self._calls.insist("forget", lambda _: self._forget(prefix), None, FORGET_S).wait()
-        if found is None:
-            log.warning("removal_not_confirmed", prefix=prefix)
+        calls = [
+            self._calls.insist("forget", functools.partial(self._forget, prefix), None, FORGET_S)
+            for prefix in prefixes
+        ]
+        found = [call.wait() for call in calls]
+        for prefix, number in zip(prefixes, found, strict=True):
+            if number is None:
+                log.warning("removal_not_confirmed", prefix=prefix)
         return found
 
     def close(self) -> None:
@@ -326,7 +332,7 @@ class Pages:
             self._session.close()
             self._memory.close()
 
-    async def _forget(self, prefix: str) -> int | None:
+    async def _forget(self, prefix: str, _: float) -> int | None:
         return await self._session.store.remove_matching("^" + re.escape(prefix), force=True)
 
     async def _remove(self, keys: Sequence[ObjectKey], deadline: float) -> list[bool]:

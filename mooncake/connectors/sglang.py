@@ -206,8 +206,7 @@ class MooncakeHiCache(Base):  # type: ignore[misc]
         generation = self._generations.begin()
         for pool in self._pools.values():
             pool.identify(generation)
-        for digest in before:
-            self._pages.forget(f"kv/{digest}/")
+        self._pages.forget([f"kv/{digest}/" for digest in before])
 
     def get_stats(self) -> Any:
         """Bytes and times since the last call, as SGLang's ``StorageMetrics``; None if they are disabled."""

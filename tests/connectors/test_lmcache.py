@@ -466,6 +466,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         hf_config = types.SimpleNamespace(to_dict=lambda: {"rope_theta": fields["rope_theta"]})
         model = types.SimpleNamespace(
             hf_config=hf_config,
+            model="model",
+            revision=None,
             dtype=torch.float16,
             quantization=fields["quantization"],
             disable_sliding_window=False,
@@ -473,7 +475,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         known = types.SimpleNamespace(
             model_config=model,
             cache_config=types.SimpleNamespace(cache_dtype=fields["cache_dtype"]),
-            load_config=types.SimpleNamespace(load_format=fields.get("load_format", "auto")),
+            load_config=types.SimpleNamespace(
+                load_format=fields.get("load_format", "auto"), download_dir=None
+            ),
             lora_config=fields.get("lora_config"),
         )
         config = known if is_known else None

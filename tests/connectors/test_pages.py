@@ -308,11 +308,22 @@ def test_removed_and_forgotten_pages_are_gone(pages: Pages) -> None:
     keys = ["kv/a/1", "kv/a/2", "kv/b/1"]
     assert all(pages.save([page(key, noise([100], 1)) for key in keys]))
     assert pages.remove(["kv/a/1", "none"]) == [True, False]
-    assert pages.forget("kv/a/") == 1
+    assert pages.forget(["kv/a/", "kv/c/"]) == [1, 0]
     assert pages.find(keys) == [False, False, True]
-    assert pages.forget("kv/a/") == 0
+    assert pages.forget(["kv/a/"]) == [0]
     pages.close()
-    assert pages.forget("kv/b/") is None, "unknown"
+    assert pages.forget(["kv/b/"]) == [None], "unknown"
+
+
+def test_several_prefixes_are_forgotten_at_once(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_begun = asyncio.Barrier(2)
+
+    async def forget(prefix: str, _: float) -> int:
+        await have_begun.wait()
+        return len(prefix)
+
+    monkeypatch.setattr(pages, "_forget", forget)
+    assert pages.forget(["a", "bc"]) == [1, 2]
 
 
 @pytest.mark.processes
