@@ -197,9 +197,9 @@ class Account:
     def _set_aside_until_unpinned(self, stored: StoredObject) -> None:
         self._aside[stored.object_id] = stored
         if len(self._pin_ends) > 1024 + 2 * self.num_objects:
-            self._pin_ends = [one for one in self._pin_ends if self._aside.get(one[1]) is one[3]]
-            self._pin_ends = list({one[1]: one for one in self._pin_ends}.values())
-            heapq.heapify(self._pin_ends)
+            latest_first = sorted(self._pin_ends, reverse=True)
+            earliest = {one[1]: one for one in latest_first if self._aside.get(one[1]) is one[3]}
+            self._pin_ends = sorted(earliest.values())  # a sorted list is a heap
         heapq.heappush(self._pin_ends, self._entry(stored, stored.pinned_until))
 
     def check(self, readable: Iterable[StoredObject]) -> None:

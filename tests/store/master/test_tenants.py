@@ -164,6 +164,22 @@ def test_pins_that_are_set_and_removed_do_not_pile_up(book: Book) -> None:
     assert len(account._pin_ends) < 1100 and book.victims() == ["a"]
 
 
+def test_a_pin_that_became_shorter_ends_in_time_beside_many_others(book: Book) -> None:
+    book.limit(64)
+    first = book.put("a")
+    account = book.tenants.accounts["red"]
+    for until in (200.0, 100.0):
+        first.soft_pin_until = until
+        account.changed(first)
+        assert book.victims(now=1.0) == []
+    other = book.put("b")
+    other.soft_pin_until = 500.0
+    for _ in range(3000):
+        account.changed(other)
+        assert book.victims(now=1.0) == []
+    assert book.victims(now=150.0) == ["a"]
+
+
 def test_an_object_that_is_back_has_the_id_of_its_earlier_self(book: Book) -> None:
     """A durable object that was set aside; two entries of one id and one lease are no error."""
     book.limit(1 << 20)
