@@ -67,13 +67,13 @@ class Planner:
         self._next_number = 0
         self._unconfirmed: set[str] = set()
         """Requests whose layer-wise load some rank has not reported."""
-        self._steps_of_loads: list[int] = []
-        """Steps with layer-wise loads of any connector that the ranks have not answered."""
+        self._unanswered_step = 0
+        """Last step with layer-wise loads of any connector; 0 once the ranks have answered it."""
 
     @property
     def may_save(self) -> bool:
         """Whether blocks that are full at the end of the next step are to be saved."""
-        return self._saves and not (self._unconfirmed or self._steps_of_loads)
+        return self._saves and not (self._unconfirmed or self._unanswered_step)
 
     @property
     def held_blocks(self) -> Counter[int]:
@@ -115,22 +115,25 @@ class Planner:
 
     def begins(self, step: int) -> None:
         """Record that ``step`` has layer-wise loads, of this connector or another one of the engine."""
-        self._steps_of_loads.append(step)
+        assert step > self._unanswered_step
+        self._unanswered_step = step
 
     def answered(self, step: int) -> None:
         """Record that the ranks have answered ``step``.
 
         The engine then knows which of its loads have failed, and computes what rests on them again.
         """
-        self._steps_of_loads = [other for other in self._steps_of_loads if other > step]
+        if step >= self._unanswered_step:
+            self._unanswered_step = 0
 
     def computes(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int]
     ) -> SavePlan | None:
         """Blocks to hold and save: those named, which follow the ``num_saved`` and are full after this step.
 
-        None while a layer-wise load of *any* request is unconfirmed: the engine lets others use its blocks
-        before they have arrived, and what is computed on blocks that never arrive must not be stored.
+        None unless ``may_save``: while a layer-wise load of *any* request is unconfirmed, the engine lets
+        others use its blocks before they have arrived, and what is computed on blocks that never arrive must
+        not be stored.
         """
         request = self._requests.setdefault(request_id, _Request())
         first = request.num_saved
