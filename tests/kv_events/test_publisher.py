@@ -93,7 +93,6 @@ async def test_a_replay_ends_with_a_number_of_its_own(
         assert await dealer.recv_multipart() == [b"", b"topic", number(END_OF_REPLAY), b""]
 
 
-@pytest.mark.timeout(60)
 async def test_malformed_requests_do_not_fill_the_log(
     publisher: KvEventPublisher,
     context: zmq.asyncio.Context,
@@ -111,6 +110,7 @@ async def test_malformed_requests_do_not_fill_the_log(
     assert [one.getMessage() for one in caplog.records].count("replay_request_malformed") == 1
 
 
+@pytest.mark.timeout(60)
 async def test_a_replay_longer_than_all_queues_is_whole(context: zmq.asyncio.Context) -> None:
     """The receiver has room for few batches, and others' replays are answered while it does not read."""
     num_batches, payload = 3000, bytes(8192)
