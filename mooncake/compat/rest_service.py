@@ -51,7 +51,7 @@ MAX_BODY_BYTES = 100 << 20
 MAX_BODIES_BYTES = 2 * MAX_BODY_BYTES
 """Most bytes of the bodies of all requests whose answers have not ended."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "iso-8859-1")
-"""Encodings of a body. JSON has the first, clients name the others, too, and some take minutes to decode."""
+"""Encodings of a body. JSON has the first; clients name the others, too. Decoding some others takes minutes."""
 MAX_GRACE_S = 3600
 RETRY_S = 1.0
 BODY_S = 60.0
@@ -132,9 +132,9 @@ class MooncakeStoreService:
         self.mounted_segment_ids: list[str] = []
         """Ids of the segments that ``reconfigure`` has mounted."""
         self.last_mount_info: dict[str, Any] = {}
-        self._last_id = ""
-        """Id of the segment that ``last_mount_info`` describes."""
         """Path, size, offset, protocol and location of the last one."""
+        self._last_id = ""
+        """Id of that one, which is not always the first of those that are left mounted."""
         self._state_lock = asyncio.Lock()
 
     # Start and stop
