@@ -45,6 +45,11 @@ async def ask(daemon: P2pDaemon, message: Any, identity: Identity | None = None)
         await client.close()
 
 
+def commands(folder: str) -> list[Any]:
+    """Those that name a folder."""
+    return [m.CommandRegister("m", folder, 0, ""), m.CommandGet("m", folder, "", 0), m.AskProgress(folder)]
+
+
 async def loaded(daemon: P2pDaemon, folder: str) -> m.LoadProgress:
     async def is_done() -> bool:
         found = await ask(daemon, m.AskProgress(folder))
@@ -77,11 +82,7 @@ async def test_register_get_and_drop_by_command(tmp_path: Path) -> None:
 async def test_folders_outside_of_the_root_are_refused(tmp_path: Path, folder: str) -> None:
     async with serving(tmp_path / "a") as daemon:
         (tmp_path / "a" / "link").symlink_to("/etc")
-        for message in (
-            m.CommandRegister("m", folder, 0, ""),
-            m.CommandGet("m", folder, "", 0),
-            m.AskProgress(folder),
-        ):
+        for message in commands(folder):
             with pytest.raises(InvalidArgument, match="below"):
                 await ask(daemon, message)
 
@@ -91,11 +92,7 @@ async def test_a_folder_that_no_disk_can_have_is_refused(tmp_path: Path, folder:
     async with running(1) as (one,):
         await one.register("m", write_model(tmp_path / "model"))
         async with serving(tmp_path / "a", one.address) as daemon:
-            for message in (
-                m.CommandRegister("m", folder, 0, ""),
-                m.CommandGet("m", folder, "", 0),
-                m.AskProgress(folder),
-            ):
+            for message in commands(folder):
                 with pytest.raises(InvalidArgument, match="folder"):
                     await ask(daemon, message)
             with pytest.raises(InvalidArgument, match="folder"):
