@@ -312,11 +312,7 @@ def find_files(root: Path, allowed: Path | None = None) -> list[ManifestItem]:
             link to a folder, a link to nothing, or something that is neither a file nor a folder.
         StorageError: a part of it can't be read.
     """
-    try:
-        is_folder = root.is_dir()
-    except (OSError, ValueError):  # no disk can have it
-        is_folder = False
-    if not is_folder:
+    if not os.path.isdir(root):  # False also where no disk can have it
         raise InvalidArgument("folder", str(root), "a folder with the files of a model or checkpoint")
     found: list[ManifestItem] = []
     for folder, folders, names in os.walk(root, onerror=_unreadable):

@@ -25,7 +25,7 @@ from mooncake.p2p import messages as m
 from mooncake.p2p.content import FolderContent, file_states, find_files, make_manifest
 from mooncake.p2p.held_version import HeldVersion
 from mooncake.p2p.manifest import Manifest, decode_manifest
-from mooncake.p2p.partial_folder import check_target, remove_partial
+from mooncake.p2p.partial_folder import check_target, is_there, remove_partial
 from mooncake.p2p.settings import P2pSettings
 from mooncake.p2p.store import P2PStore
 from mooncake.rpc import Call
@@ -196,15 +196,12 @@ class P2pDaemon:
         """The folder of a command, which is below the root whatever links there are.
 
         Raises:
-            InvalidArgument: it is not.
+            InvalidArgument: it is not, or no disk can have it.
         """
-        try:
-            found = (self.root / folder).resolve()
-            found.exists()  # raises where no disk can have it
-        except (OSError, ValueError) as error:
-            raise InvalidArgument("folder", folder[:80], f"one that there can be ({error})") from error
+        is_there(self.root / folder)  # raises where no disk can have it
+        found = (self.root / folder).resolve()
         inside = found.relative_to(self.root).parts if found.is_relative_to(self.root) else ()
-        if not inside or inside[0] == STATE or "\0" in folder:
+        if not inside or inside[0] == STATE:
             raise InvalidArgument("folder", folder, f"a folder below {self.root} of this peer")
         return found
 

@@ -182,22 +182,28 @@ class PartialFolder:
         self._directory.replace(MANIFEST, self._manifest.encoded)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is a file, folder or link of that name.
+
+    Raises:
+        InvalidArgument: no disk can have such a name.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("folder", str(path)[:80], f"a name that a folder can have ({error})") from error
+    return True
+
+
 def check_target(folder: Path) -> None:
     """Check that a version may be loaded into ``folder``.
 
     Raises:
         InvalidArgument: it exists, or has the name of a load in progress.
     """
-    is_there = True
-    try:
-        os.lstat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        is_there = False
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            "folder", str(folder)[:80], f"a name that a folder can have ({error})"
-        ) from error
-    if is_there:
+    if is_there(folder):
         raise InvalidArgument(
             "folder", str(folder), "a folder that does not exist; each version has a folder of its own"
         )
