@@ -115,9 +115,7 @@ class P2pDaemon:
             if not one.states and not folder.is_dir():
                 self._begin(one, folder, is_patient=True)
                 continue
-            # A load's folder has its name before the state is saved.
-            find = self._found if one.states else self._found_loaded
-            held = await asyncio.to_thread(find, one, folder)
+            held = await asyncio.to_thread(self._found, one, folder)
             if held is not None:
                 self.store.restore(held)
         if any(not one.states for one in saved):
@@ -295,13 +293,7 @@ class P2pDaemon:
     def _found(self, one: SavedVersion, folder: Path) -> HeldVersion | None:
         """The version as it is on disk, or None when it is no longer the same. In a thread."""
         try:
-            manifest = decode_manifest(self._directory.read(f"manifest-{one.digest}"), one.digest)
-            states = file_states(folder, manifest.items)
-            content = FolderContent(folder, manifest.items, states, allowed=self.root)
-            if states != [tuple(state) for state in one.states]:
-                self._compare(manifest, content)
-                if file_states(folder, manifest.items) != states:
-                    raise StorageError(f"{folder} changed while it was compared; register it again")
+            manifest, content = (self._served if one.states else self._loaded)(one, folder)
         except (MooncakeError, OSError) as error:
             log.warning("p2p_version_lost", name=one.name, folder=str(folder), reason=str(error))
             return None
@@ -310,21 +302,26 @@ class P2pDaemon:
             one.name, one.number, manifest, content, have, folder=folder, is_loaded=one.is_loaded
         )
 
-    def _found_loaded(self, one: SavedVersion, folder: Path) -> HeldVersion | None:
-        """The version of a load that had ended when the last process did, or None. In a thread."""
-        try:
-            items = find_files(folder, self.root)
-            states = file_states(folder, items)
-            content = FolderContent(folder, items, states, allowed=self.root)
-            manifest = make_manifest("folder", items, content)
-            if manifest.digest != one.digest or file_states(folder, items) != states:
-                raise StorageError(f"{folder} is not the version that was loaded into it; load it again")
-            remove_partial(folder)
-        except (MooncakeError, OSError) as error:
-            log.warning("p2p_version_lost", name=one.name, folder=str(folder), reason=str(error))
-            return None
-        have = np.ones(len(manifest.chunks), dtype=np.bool_)
-        return HeldVersion(one.name, one.number, manifest, content, have, folder=folder, is_loaded=True)
+    def _served(self, one: SavedVersion, folder: Path) -> tuple[Manifest, FolderContent]:
+        manifest = decode_manifest(self._directory.read(f"manifest-{one.digest}"), one.digest)
+        states = file_states(folder, manifest.items)
+        content = FolderContent(folder, manifest.items, states, allowed=self.root)
+        if states != [tuple(state) for state in one.states]:
+            self._compare(manifest, content)
+            if file_states(folder, manifest.items) != states:
+                raise StorageError(f"{folder} changed while it was compared; register it again")
+        return manifest, content
+
+    def _loaded(self, one: SavedVersion, folder: Path) -> tuple[Manifest, FolderContent]:
+        """Those of a load that had ended: its folder has its name before the state is saved."""
+        items = find_files(folder, self.root)
+        states = file_states(folder, items)
+        content = FolderContent(folder, items, states, allowed=self.root)
+        manifest = make_manifest("folder", items, content)
+        if manifest.digest != one.digest or file_states(folder, items) != states:
+            raise StorageError(f"{folder} is not the version that was loaded into it; load it again")
+        remove_partial(folder)
+        return manifest, content
 
     def _compare(self, manifest: Manifest, content: FolderContent) -> None:
         found = make_manifest(manifest.kind, manifest.items, content)
