@@ -51,7 +51,7 @@ MAX_BODY_BYTES = 100 << 20
 MAX_BODIES_BYTES = 2 * MAX_BODY_BYTES
 """Most bytes of the bodies of all requests whose answers have not ended."""
 CHARSETS = ("utf-8", "utf8", "us-ascii", "iso-8859-1")
-"""Encodings of a body. JSON has the first; clients name the others, too. Decoding some others takes minutes."""
+"""Encodings of a body: that of JSON, and others that clients name. Some that are missing take minutes."""
 MAX_GRACE_S = 3600
 RETRY_S = 1.0
 BODY_S = 60.0
