@@ -157,17 +157,17 @@ class P2pDaemon:
 
     async def _drop(self, message: m.CommandDrop, call: Call) -> Message:
         dropped: dict[str, None] = {}
-        for folder, one in list(self._loading.items()):
-            if one.name == message.name and message.digest in ("", one.digest):
-                task = self._loads.get(folder)
-                if task is not None:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                self._loading.pop(folder, None)
-                dropped[one.digest] = None
-                if message.is_deleted:
-                    await self._remove_partial(folder)
         try:
+            for folder, one in list(self._loading.items()):
+                if one.name == message.name and message.digest in ("", one.digest):
+                    task = self._loads.get(folder)
+                    if task is not None:
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
+                    self._loading.pop(folder, None)
+                    dropped[one.digest] = None
+                    if message.is_deleted:
+                        await self._remove_partial(folder)
             digests = await self.store.drop(message.name, message.digest, delete=message.is_deleted)
         finally:
             await self._save()

@@ -109,6 +109,23 @@ async def test_a_load_that_is_dropped_with_its_files_leaves_none(tmp_path: Path)
             assert os.listdir(tmp_path / "b") == [STATE]
 
 
+async def test_a_load_that_is_dropped_does_not_begin_again_where_its_files_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise StorageError(f"{folder}: Permission denied")
+
+    monkeypatch.setattr("mooncake.p2p.daemon.remove_partial", fail)
+    async with running(1, limit_rate_bytes=300_000) as (one,):
+        await one.register("m", write_model(tmp_path / "model"))
+        async with serving(tmp_path / "b", one.address) as daemon:
+            await ask(daemon, m.CommandGet("m", "copy", "", 0))
+            with pytest.raises(StorageError, match="Permission denied"):
+                await ask(daemon, m.CommandDrop("m", "", True))
+        async with serving(tmp_path / "b", one.address) as daemon:
+            assert isinstance(await ask(daemon, m.AskProgress("copy")), m.Declined)
+
+
 @pytest.mark.parametrize("change", [b"", b"x"], ids=["whole", "changed"])
 async def test_a_process_that_ends_between_a_load_and_its_record(tmp_path: Path, change: bytes) -> None:
     """The folder has its name, and the state still says that it is being loaded."""
