@@ -54,6 +54,31 @@ class _Request:
     """For a request that ends before that is known: names and ids of held blocks, and the first's index."""
 
 
+class LoadSteps:
+    """Numbers steps, and knows whether layer-wise loads of any of the engine's connectors are under way."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.unanswered = 0
+        """The last step with such loads; 0 once the ranks have answered it."""
+
+    def begins(self, has_loads: bool) -> int:
+        """Record a step. Returns its number for the ranks to answer, or 0 if it has no loads."""
+        self._number += 1
+        if not has_loads:
+            return 0
+        self.unanswered = self._number
+        return self._number
+
+    def answered(self, step: int) -> None:
+        """Record that the ranks have answered ``step``.
+
+        The engine then knows which of its loads have failed, and computes what rests on them again.
+        """
+        if step >= self.unanswered:
+            self.unanswered = 0
+
+
 class Planner:
     """Plans for ``num_ranks`` ranks; without ``saves`` nothing is saved."""
 
@@ -67,13 +92,12 @@ class Planner:
         self._next_number = 0
         self._unconfirmed: set[str] = set()
         """Requests whose layer-wise load some rank has not reported."""
-        self._unanswered_step = 0
-        """Last step with layer-wise loads of any connector; 0 once the ranks have answered it."""
+        self.load_steps = LoadSteps()
 
     @property
     def may_save(self) -> bool:
         """Whether blocks that are full at the end of the next step are to be saved."""
-        return self._saves and not (self._unconfirmed or self._unanswered_step)
+        return self._saves and not (self._unconfirmed or self.load_steps.unanswered)
 
     @property
     def held_blocks(self) -> Counter[int]:
@@ -112,19 +136,6 @@ class Planner:
         """Record that the store has this many leading blocks of the request; they need not be saved."""
         request = self._requests.setdefault(request_id, _Request())
         request.num_saved = max(request.num_saved, num_blocks)
-
-    def begins(self, step: int) -> None:
-        """Record that ``step`` has layer-wise loads, of this connector or another one of the engine."""
-        assert step > self._unanswered_step
-        self._unanswered_step = step
-
-    def answered(self, step: int) -> None:
-        """Record that the ranks have answered ``step``.
-
-        The engine then knows which of its loads have failed, and computes what rests on them again.
-        """
-        if step >= self._unanswered_step:
-            self._unanswered_step = 0
 
     def computes(
         self, request_id: str, names: Sequence[BlockName], block_ids: Sequence[int]

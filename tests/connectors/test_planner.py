@@ -114,11 +114,11 @@ def test_nothing_is_saved_that_another_request_computed_on_blocks_that_are_still
 
 def test_nothing_is_saved_before_the_ranks_have_answered_the_steps_with_loads_of_others() -> None:
     planner = Planner(1, saves=True)
-    for step in (3, 4):
-        planner.begins(step)
+    steps = planner.load_steps
+    assert [steps.begins(has_loads) for has_loads in (False, False, True, True, False)] == [0, 0, 3, 4, 0]
     assert computed(planner, "a", 2) is None
-    planner.answered(3)
+    steps.answered(3)
     assert computed(planner, "a", 2) is None
-    planner.answered(4)
+    steps.answered(4)
     assert computed(planner, "a", 2) == SavePlan(0, tuple(NAMES[:2]), (10, 11), 0)
     planner.check()

@@ -46,6 +46,7 @@ from mooncake.connectors.peer_push import (
     Receiver,
     Sender,
 )
+from mooncake.connectors.planner import LoadSteps
 from mooncake.connectors.session import TransferThread, transports_of
 from mooncake.connectors.vllm.command_line import http_port
 from mooncake.connectors.vllm.kv_memory import prepare, registered_memory
@@ -96,7 +97,7 @@ class PushPlans(KVConnectorMetadata):  # type: ignore[misc]
     """Wanted blocks by request."""
     is_idle: bool
     step: int = 0
-    """Number of a step in which some connector loads blocks, which is answered with it; otherwise 0."""
+    """Number of the step, for the ranks to answer, if some connector loads blocks in it; otherwise 0."""
 
 
 @dataclasses.dataclass
@@ -283,9 +284,7 @@ class PushSchedulerSide:
         self._sendings: dict[str, _PendingOffer] = {}
         self._held: dict[str, _HeldBlocks] = {}
         """Blocks by offer."""
-        self._step = 0
-        self._steps_of_loads: list[int] = []
-        """Steps with loads whose end is not known."""
+        self._load_steps = LoadSteps()
         self._unsure: list[_UnsureOffer] = []
         self._confirmed: list[BlockOffer] = []
         self._wanted: dict[str, BlockRequest] = {}
@@ -359,9 +358,8 @@ class PushSchedulerSide:
 
     def handovers(self, output: Any, now: float) -> PushPlans:
         """Work of the ranks in this step."""
-        self._step += 1
-        if output.has_sync_kv_loads:  # by another connector, under MultiConnector
-            self._steps_of_loads.append(self._step)
+        # Loads of another connector, under MultiConnector.
+        step = self._load_steps.begins(output.has_sync_kv_loads)
         offers = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             sending = self._sendings.get(request_id)
@@ -376,14 +374,13 @@ class PushSchedulerSide:
             self._held[sending.transfer_id] = _HeldBlocks(block_ids, self._num_ranks, now)
             sending.is_offered = True
             offer = BlockOffer(sending.transfer_id, self._digest(request), block_ids)
-            if self._steps_of_loads:
-                self._unsure.append(_UnsureOffer(offer, request_id, self._steps_of_loads[-1]))
+            if self._load_steps.unanswered:
+                self._unsure.append(_UnsureOffer(offer, request_id, self._load_steps.unanswered))
             else:
                 offers.append(offer)
         confirmed, self._confirmed = self._confirmed, []
         wanted, self._wanted = self._wanted, {}
         dropped, self._dropped = self._dropped, []
-        step = self._step if output.has_sync_kv_loads else 0
         is_idle = output.total_num_scheduled_tokens == 0
         return PushPlans(offers, confirmed, dropped, wanted, is_idle, step)
 
@@ -392,7 +389,7 @@ class PushSchedulerSide:
 
         Requests with a bad block are computed again, and offered then.
         """
-        self._steps_of_loads = [other for other in self._steps_of_loads if other > step]
+        self._load_steps.answered(step)
         unsure, self._unsure = self._unsure, []
         for one in unsure:
             transfer_id = one.offer.transfer_id

@@ -75,7 +75,7 @@ class StorePlans(KVConnectorMetadata):  # type: ignore[misc]
     is_idle: bool
     """Whether the step computes nothing."""
     step: int = 0
-    """Number of a step in which some connector loads blocks, which is answered with it; otherwise 0."""
+    """Number of the step, for the ranks to answer, if some connector loads blocks in it; otherwise 0."""
 
 
 @dataclasses.dataclass
@@ -290,7 +290,6 @@ class StoreSchedulerSide:
         self._requests: dict[str, _KnownRequest] = {}
         self._generation = b""
         self._num_known_ranks = 0
-        self._step = 0
         self._digests: set[str] = set()
         self._may_wait = True
         """Whether no lookup has been waited for in this step."""
@@ -357,10 +356,8 @@ class StoreSchedulerSide:
     def plans(self, output: Any) -> StorePlans:
         """Work of the ranks in this step."""
         self._may_wait = True
-        self._step += 1
-        step = self._step if output.has_sync_kv_loads else 0
-        if step:  # of this connector, or of another one under MultiConnector
-            self.planner.begins(step)
+        # Loads of this connector, or of another one under MultiConnector.
+        step = self.planner.load_steps.begins(output.has_sync_kv_loads)
         if self.planner.may_save:
             self._plan_saves(output)
         loads, saves = self.planner.take()
@@ -392,7 +389,7 @@ class StoreSchedulerSide:
             if num_failures and request_id in self._requests:
                 self._requests[request_id].must_compute = True
         if report.step:
-            self.planner.answered(report.step)
+            self.planner.load_steps.answered(report.step)
         released = self.planner.reported(report.saved, report.loaded)
         self.pool.free_blocks(self.pool.blocks[block_id] for block_id in reversed(released))
         if self._events is not None:
@@ -449,7 +446,7 @@ class StoreWorkerSide:
         self.digests: list[str] = []
         self.moved = TransferReport()
         self.step = 0
-        """The number that this step is answered with."""
+        """The number to answer, 0 if there is none; see ``StorePlans``."""
         self.stats = ConnectorStats()
 
     @property
