@@ -761,10 +761,13 @@ class P2PStore:
     async def _make_deltas(self, held: HeldVersion, base: str, made: set[HeldVersion]) -> None:
         """Add deltas from earlier versions of the name to ``made``, where they are smaller than the chunks
         that differ."""
-        if base and base not in self._held:
-            raise InvalidArgument("base", base, "a version that is not dropped meanwhile")
-        bases = [one for one in self.held if one.name == held.name and one.is_complete]
-        bases = [self._held[base]] if base else sorted(bases, key=lambda one: one.number)[-MAX_BASES:]
+        if base:
+            if base not in self._held:
+                raise InvalidArgument("base", base, "a version that is not dropped meanwhile")
+            bases = [self._held[base]]
+        else:
+            bases = [one for one in self.held if one.name == held.name and one.is_complete]
+            bases = sorted(bases, key=lambda one: one.number)[-MAX_BASES:]
         for one in bases:
             delta = await self._make_delta(one, held)
             if delta is not None:
