@@ -50,7 +50,7 @@ class PutTarget:
     missing_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
     """Chunk -> bytes that are in none of its ``pieces``."""
     covered: set[int] = dataclasses.field(default_factory=set)
-    """Chunks whose ``pieces`` are all of it, and that are to be joined."""
+    """Chunks whose ``pieces`` have all of their bytes, and are to be joined."""
 
     @property
     def is_complete(self) -> bool:
