@@ -319,8 +319,7 @@ class Catalog:
         self.objects.finish(stored, checksums, now)
         for extent in stored.extents:
             extent.held_until = 0.0  # its writer has finished
-        self.tenants.shown(stored)
-        self.eviction.add(stored, now)
+        self._add(stored, now)
         self.tombstones.pop(stored.key, None)
         if stored.before is None and self.keeps_records:
             self.records.append(record_of(stored))
@@ -331,10 +330,17 @@ class Catalog:
         stored = self.objects.adopt(record, extents, now)
         for extent in extents:
             self.tenants.charge(stored, extent)
-        self.tenants.shown(stored)
-        self.eviction.add(stored, now)
+        self._add(stored, now)
         self.tombstones.pop(stored.key, None)
         return stored
+
+    def _add(self, stored: StoredObject, now: float) -> None:
+        """Enter ``stored``, which has become readable, in its account and the orders of eviction."""
+        self.tenants.shown(stored)
+        self.eviction.add(stored, now)
+        group = stored.joint
+        if group is not None and stored.is_hard_pinned and group.num_hard_pinned == 1:
+            self._regrouped(group, now)
 
     def unlink(self, stored: StoredObject, reason: str, now: float, *, is_recorded: bool = True) -> int:
         """Make the object unfindable now, and release its space as soon as every promise is over.
@@ -564,8 +570,7 @@ class Catalog:
 
     def pin_all(self, objects: list[StoredObject], *, is_hard: bool, soft_until: float, now: float) -> None:
         """The same for many objects: a group is visited once, and only if its own pins have changed."""
-        groups: dict[str, tuple[Group, bool, float]] = {}
-        """With each group's pins before."""
+        groups: dict[str, tuple[Group, bool, float]] = {}  # with each group's pins before
         shorter: dict[str, Group] = {}
         for stored in objects:
             group = stored.joint
@@ -581,7 +586,6 @@ class Catalog:
         for group in shorter.values():
             group.shorten()
         for group, was_hard, was_until in groups.values():
-            # Members whose soft pin has become longer are entered anew when they surface.
             if bool(group.num_hard_pinned) is not was_hard or group.soft_pin_until < was_until:
                 self._regrouped(group, now)
 
@@ -626,7 +630,8 @@ class Catalog:
         stored.account.changed(stored)
 
     def _regrouped(self, group: Group, now: float) -> None:
-        """The same after the pins of its group have changed."""
+        """The same after a group was pinned hard or unpinned, or its soft pin has become shorter. (That one
+        has become longer is noticed when a member surfaces.)"""
         for member in group.members.values():
             self._changed(member, now)
 

@@ -27,7 +27,7 @@ import heapq
 from collections.abc import Generator, Iterable
 from typing import Literal, TypeAlias
 
-from mooncake.store.master.objects import Extent, Group, StoredObject
+from mooncake.store.master.objects import Extent, StoredObject
 from mooncake.store.master.segments import Segment
 from mooncake.types import ObjectKey
 
@@ -104,22 +104,13 @@ class Eviction:
         """Add ``stored``, which has become readable."""
         if self._policy == "chain" and stored.parent:
             self._children.setdefault(stored.parent, {})[stored.object_id] = stored
-        if stored.joint is not None and stored.is_hard_pinned and stored.joint.num_hard_pinned == 1:
-            self.regrouped(stored.joint, now)
-        else:
-            self.changed(stored, now)
+        self.changed(stored, now)
 
     def changed(self, stored: StoredObject, now: float) -> None:
-        """Update the entries after its replicas have changed."""
+        """Update the entries after its replicas, its pins or those of its group have changed."""
         for extent in stored.extents:
             if extent.is_complete:
                 self._enter(stored, extent, now)
-
-    def regrouped(self, group: Group, now: float) -> None:
-        """Update a group that was pinned hard or unpinned, or whose soft pin has become shorter. (That one
-        has become longer is noticed when a member surfaces.)"""
-        for member in group.members.values():
-            self.changed(member, now)
 
     def left(self, stored: StoredObject, extent: Extent) -> None:
         """Remove the entry of a removed replica."""

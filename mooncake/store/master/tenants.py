@@ -114,11 +114,7 @@ class Account:
                 self._heap[:] = [entry for entry in self._heap if entry[3].is_readable]
                 heapq.heapify(self._heap)
             heapq.heappush(self._heap, self._entry(stored, 0.0))
-            if not stored.may_be_evicted:
-                group = stored.joint
-                is_first = group is not None and stored.is_hard_pinned and group.num_hard_pinned == 1
-                for one in group.members.values() if group is not None and is_first else (stored,):
-                    self._count_pinned(one)
+            self._count_pinned(stored)
 
     def hidden(self, stored: StoredObject) -> None:
         self.num_objects -= 1

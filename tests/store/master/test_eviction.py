@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.store.master.eviction import Eviction, Policy
-from mooncake.store.master.objects import Extent, Objects, StoredObject
+from mooncake.store.master.objects import Extent, Group, Objects, StoredObject
 from mooncake.store.master.segments import Segment
 from mooncake.store.messages import Mount
 from mooncake.types import Tier
@@ -64,6 +64,10 @@ class Table:
     def remove(self, stored: StoredObject) -> None:
         for extent in list(stored.extents):
             self.drop(stored, extent, 0.0)
+
+    def regroup(self, group: Group, now: float) -> None:
+        for member in group.members.values():
+            self.eviction.changed(member, now)
 
     def evict(
         self, now: float, count: int = 1000, *places: Segment, spare: StoredObject | None = None
@@ -171,10 +175,10 @@ def test_a_leased_or_pinned_member_protects_its_group() -> None:
     assert table.evict(5.0) == "C"
     group = one.joint
     group.pin(one, is_hard=True, soft_until=0.0)
-    table.eviction.regrouped(group, 5.0)
+    table.regroup(group, 5.0)
     assert table.evict(20.0) == ""
     table.remove(one)
-    table.eviction.regrouped(group, 20.0)
+    table.regroup(group, 20.0)
     assert table.evict(20.0) == "B"
 
 
