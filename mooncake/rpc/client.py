@@ -109,7 +109,7 @@ def check_server(
 ) -> None:
     """Check that a certificate is a server's, where no key proves it.
 
-    A server proves that it has the key of this client's role: no proof where other clients have that key, too.
+    A server proves that it has the key of this client's role. It proves nothing where other clients have it.
 
     Raises:
         AccessDenied: the certificate's role may only connect to servers.
