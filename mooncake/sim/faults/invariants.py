@@ -513,17 +513,18 @@ class AnswerChecker:
             self._put_handled(master, message)
         elif isinstance(message, (m.PutStart, m.PutWritten)):
             objects = [*master.objects.writing.values(), *master.objects.readable.values()]
-            granted = [one for one in objects if one.object_id > self._last_id]
-            self._check_quota(_tenant_of(message), objects, granted)
+            self._check_quota(_tenant_of(message), objects)
             if isinstance(message, m.PutStart):
-                self._check_replicas(message, granted)
+                self._check_replicas(message, [one for one in objects if one.object_id > self._last_id])
 
-    def _check_quota(self, tenant: str, objects: list[StoredObject], granted: list[StoredObject]) -> None:
+    def _check_quota(self, tenant: str, objects: list[StoredObject]) -> None:
         """What counts besides (alignment, space that is released later) is the master's decision."""
         quota_bytes = self._quotas.get(tenant)
+        if quota_bytes is None:
+            return
         mine = [one for one in objects if split_scoped(one.key)[0] == tenant]
-        granted = [one for one in granted if one in mine]
-        if quota_bytes is None or not granted:
+        granted = [one for one in mine if one.object_id > self._last_id]
+        if not granted:
             return
         used_bytes = sum(
             one.size_bytes * sum(extent.segment.tier is Tier.MEMORY for extent in one.extents) for one in mine

@@ -503,9 +503,10 @@ class WorkloadClient:
         look = self._checkers.history.begin_read([self._known(key) for key in keys])
 
         def done(flags: list[Any] | None, error: Exception | None) -> None:
-            for key, is_there in zip(keys if flags is not None else (), flags or (), strict=True):
+            if flags is not None:
                 how = f"{self._client.name}'s {name}"
-                self._checkers.presence_answered(self._known(key), is_there is True, how, look)
+                for key, is_there in zip(keys, flags, strict=True):
+                    self._checkers.presence_answered(self._known(key), is_there is True, how, look)
             self._next()
 
         return done
