@@ -20,7 +20,6 @@ from mooncake.errors import Unavailable
 from mooncake.sim.faults.cluster_faults import ClusterFaults, MastersFaults
 from mooncake.sim.faults.invariants import Invariant, Violation
 from mooncake.sim.faults.masters_run import MastersRun
-from mooncake.store.client.operations import Operations
 from mooncake.store.ha import role as role_module
 from mooncake.store.ha.election import Election, Standby
 from mooncake.store.ha.role import MasterRole
@@ -30,6 +29,7 @@ from mooncake.store.master.effects import AppendRecords, Reply
 from mooncake.store.master.lease_bounds import LeaseBounds
 from mooncake.store.master.objects import StoredObject
 from mooncake.store.master.snapshot import LogReplay, Snapshot
+from tests.sim.faults.planted_bugs import retries_beyond_the_deadline
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -203,15 +203,6 @@ def never_leads_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Election, "_step_down", broken)
 
 
-def waits_beyond_its_deadline(patch: pytest.MonkeyPatch) -> None:
-    ask_again = Operations._ask_again
-    patch.setattr(
-        Operations,
-        "_ask_again",
-        lambda self, message, deadline, answer: ask_again(self, message, deadline + 60.0, answer),
-    )
-
-
 BUGS: dict[Bug, Invariant] = {
     acts_until_it_is_notified: Invariant.LEADER,
     counts_only_its_own_lease: Invariant.LEADER,
@@ -231,7 +222,7 @@ BUGS: dict[Bug, Invariant] = {
     never_lists_a_struck_standby_again: Invariant.HEALTH,
     withholds_answers_without_end: Invariant.HEALTH,
     never_leads_again: Invariant.HEALTH,
-    waits_beyond_its_deadline: Invariant.DEADLINE,
+    retries_beyond_the_deadline: Invariant.DEADLINE,
 }
 """Each with the rule that is there for it."""
 RULES = set(BUGS.values())
@@ -265,7 +256,7 @@ FAULTS: dict[Bug, MastersFaults] = {
     takes_ids_from_the_wall_clock_only: dataclasses.replace(
         RESTARTS, crash_every_s=3.0, step_every_s=3.0, restart_s=4.0
     ),
-    waits_beyond_its_deadline: MastersFaults(
+    retries_beyond_the_deadline: MastersFaults(
         cluster=dataclasses.replace(CALM, break_chance=0.02), cut_every_s=3.0, cut_s=6.0
     ),
 }

@@ -285,15 +285,19 @@ def counts_no_quota(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tenants.Account, "has_room", lambda self, size_bytes: True)
 
 
-def retries_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
+def retries_beyond_the_deadline(patch: pytest.MonkeyPatch, by_s: float = 60.0) -> None:
     ask_again = operations.Operations._ask_again
 
     def broken(
         self: operations.Operations, message: msgspec.Struct, deadline: float, answer: MasterReply
     ) -> Operation[MasterReply]:
-        return ask_again(self, message, deadline + 60.0, answer)
+        return ask_again(self, message, deadline + by_s, answer)
 
     patch.setattr(operations.Operations, "_ask_again", broken)
+
+
+def retries_a_moment_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    retries_beyond_the_deadline(patch, 0.3)
 
 
 def never_gives_a_drained_segment_back(patch: pytest.MonkeyPatch) -> None:
@@ -344,24 +348,23 @@ def misses_objects_before_their_nodes_are_back(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(put_queue.NodeReturns, "holds", lambda self, event, now: False)
 
 
+def change_answers(patch: pytest.MonkeyPatch, name: str, changed: Callable[[list[Any]], list[Any]]) -> None:
+    """The client's operation of this name returns something else than its results."""
+    correct = getattr(operations.Operations, name)
+
+    def broken(self: operations.Operations, *given: object, **named: object) -> Operation[list[Any]]:
+        results = yield from correct(self, *given, **named)
+        return changed(results)
+
+    patch.setattr(operations.Operations, name, broken)
+
+
 def answers_the_opposite_of_exists(patch: pytest.MonkeyPatch) -> None:
-    exists = operations.Operations.exists
-
-    def broken(self: operations.Operations, *given: object) -> Operation[list[bool]]:
-        flags = yield from exists(self, *given)  # type: ignore[arg-type]
-        return [not flag for flag in flags]
-
-    patch.setattr(operations.Operations, "exists", broken)
+    change_answers(patch, "exists", lambda flags: [not flag for flag in flags])
 
 
 def answers_for_the_first_object_only(patch: pytest.MonkeyPatch) -> None:
-    put_all = operations.Operations.put
-
-    def broken(self: operations.Operations, *given: object, **named: object) -> Operation[list[Any]]:
-        outcomes = yield from put_all(self, *given, **named)  # type: ignore[arg-type]
-        return outcomes[:1]
-
-    patch.setattr(operations.Operations, "put", broken)
+    change_answers(patch, "put", lambda outcomes: outcomes[:1])
 
 
 def answers_dropped_and_keeps_them(patch: pytest.MonkeyPatch) -> None:
@@ -383,13 +386,7 @@ def misses_what_others_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def reads_nothing(patch: pytest.MonkeyPatch) -> None:
-    get_into = operations.Operations.get_into
-
-    def broken(self: operations.Operations, *given: object) -> Operation[list[int | None]]:
-        sizes = yield from get_into(self, *given)  # type: ignore[arg-type]
-        return [None] * len(sizes)
-
-    patch.setattr(operations.Operations, "get_into", broken)
+    change_answers(patch, "get_into", lambda sizes: [None] * len(sizes))
 
 
 def reserves_one_replica(patch: pytest.MonkeyPatch) -> None:
@@ -417,17 +414,6 @@ def keeps_the_first_replica_only(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_quotas(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tenants.Tenants, "set_quota", lambda self, *given: None)
-
-
-def retries_a_moment_beyond_the_deadline(patch: pytest.MonkeyPatch) -> None:
-    ask_again = operations.Operations._ask_again
-
-    def broken(
-        self: operations.Operations, message: msgspec.Struct, deadline: float, answer: MasterReply
-    ) -> Operation[MasterReply]:
-        return ask_again(self, message, deadline + 0.3, answer)
-
-    patch.setattr(operations.Operations, "_ask_again", broken)
 
 
 def looks_up_a_key_that_is_not_there(patch: pytest.MonkeyPatch) -> None:
