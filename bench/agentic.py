@@ -307,7 +307,8 @@ def with_loads(costs: NodeCosts, counted: dict[str, float], block_bytes: int, is
 # -- loads
 
 
-def of_probe(arguments: argparse.Namespace, number: int) -> argparse.Namespace:
+def probe_arguments(arguments: argparse.Namespace, number: int) -> argparse.Namespace:
+    """The arguments with the seed of one of the probes, which has sessions and prompts of its own."""
     return argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + PROBE_SESSIONS + number})
 
 
@@ -492,7 +493,7 @@ def run_rows(
         async with Endpoint(url, "smollm2") as endpoint:
             return await sampling(endpoint, what).speed_s()
 
-    other = [of_probe(arguments, number) for number in range(PROBE_ROUNDS)]
+    other = [probe_arguments(arguments, number) for number in range(PROBE_ROUNDS)]
     probes = [probe_of(one) for one in other]
     with servers.gateway("round_robin") as url:
         before = servers.counts()
