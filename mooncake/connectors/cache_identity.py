@@ -58,7 +58,8 @@ ENCODER_OPTIONS = (
 """Fields of vLLM's multimodal configuration that change what its processor and its encoder compute."""
 
 MODEL_OPTIONS = (
-    *("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides", "code_revision"),
+    *("dtype", "quantization", "quantization_config"),
+    *("model_impl", "model_class_overrides", "code_revision"),
 )
 """Fields of vLLM's model configuration that change what the model and its encoder compute."""
 
@@ -66,18 +67,8 @@ CACHE_OPTIONS = ("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_p
 """Fields of vLLM's cache configuration that change the values in the cache or their layout."""
 
 _ROPE_OF_ANY_LENGTH = {
-    *(
-        "default",
-        "linear",
-        "ntk",
-        "llama3",
-        "yarn",
-        "deepseek_yarn",
-        "deepseek_llama_scaling",
-        "proportional",
-        "dynamic",
-    ),
-    *("mrope", "mllama4", "bailing_mrope", "openpangu"),
+    *("default", "linear", "ntk", "dynamic", "llama3", "yarn", "proportional"),
+    *("deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4", "bailing_mrope", "openpangu"),
 }
 """Kinds of rotary embedding whose values at a position do not depend on the longest prompt of vLLM.
 
@@ -89,6 +80,8 @@ _ROPE_KINDS = ("rope_type", "type")
 """Names of the field with the kind, of which the second is that of older models."""
 
 _AUTO = "auto"
+"""Value of vLLM's ``load_format`` that depends on the folder."""
+
 _TENSORS_ONLY = {"hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}
 """Values of vLLM's ``load_format`` that load the same files with another reader."""
 
@@ -98,10 +91,10 @@ _CONSOLIDATED = "consolidated*.safetensors"
 _OTHER_FILES = {"mistral", "sharded_state", "runai_streamer_sharded"}
 """Those that load other files with weights, which are hashed as well."""
 
-LLAMA4_TUNED_LENGTH = 32768
+_LLAMA4_TUNED_LENGTH = 32768
 """Value of ``max_model_len`` beyond which vLLM scales the attention of Llama 4 by the position."""
 
-RANDOM_WEIGHTS = "the weights are random (load_format dummy)"
+_RANDOM_WEIGHTS = "the weights are random (load_format dummy)"
 
 SAMPLED = "sampled_weights"
 """The option of an engine's extra configuration that selects the fast mode."""
@@ -346,13 +339,13 @@ def vllm_weights_unknown(load: Any) -> str:
     """
     form = str(load.load_format)
     if form == "dummy":
-        return RANDOM_WEIGHTS
+        return _RANDOM_WEIGHTS
     if form in {_AUTO, *_TENSORS_ONLY, *_OTHER_FILES}:
         return ""
     return f"load_format {form} may take the weights from elsewhere"
 
 
-def load_facts(config: Any) -> dict[str, object]:
+def _load_facts(config: Any) -> dict[str, object]:
     """Fields of vLLM's ``LoadConfig`` that change which weights are loaded."""
     load = config.load_config
     form = str(load.load_format)
@@ -427,7 +420,7 @@ def model_facts(config: Any) -> dict[str, object]:
     return {
         **_options(model, MODEL_OPTIONS),
         **_options(config.cache_config, CACHE_OPTIONS),
-        **load_facts(config),
+        **_load_facts(config),
         **_length_facts(model),
         **(_processor_facts(config) if getattr(model, "multimodal_config", None) else {}),
         "config": _config_digest(model),
@@ -454,10 +447,10 @@ def _length_facts(model: Any) -> dict[str, object]:
         if kinds == {"longrope"} and trained and not is_automatic:
             facts[f"is_longer_than_{trained}"] = model.max_model_len > trained
         else:
-            facts["max_model_len"] = _AUTO if is_automatic else model.max_model_len
+            facts["max_model_len"] = "auto" if is_automatic else model.max_model_len
     if str(config.get("model_type", "")).startswith("llama4"):
         generation = {**model.try_get_generation_config(), **model.override_generation_config}
-        default = is_automatic or model.max_model_len > LLAMA4_TUNED_LENGTH
+        default = is_automatic or model.max_model_len > _LLAMA4_TUNED_LENGTH
         facts["attn_temperature_tuning"] = generation.get("attn_temperature_tuning", default)
     return facts
 
@@ -489,7 +482,7 @@ def encoder_facts(config: Any, version: str, weights: str) -> dict[str, object]:
         "weights": weights,
         "config": _config_digest(model),
         **_options(model, MODEL_OPTIONS),
-        **load_facts(config),
+        **_load_facts(config),
         **_processor_facts(config),
     }
 
@@ -659,7 +652,7 @@ def sglang_weights_unknown(arguments: Any, load_format: str = "load_format") -> 
     """
     form = getattr(arguments, load_format, None) or getattr(arguments, "load_format", None)
     if form == "dummy":
-        return RANDOM_WEIGHTS
+        return _RANDOM_WEIGHTS
     if form in _ELSEWHERE:
         return f"load_format {form} takes the weights from elsewhere"
     if getattr(arguments, "custom_weight_loader", None):
