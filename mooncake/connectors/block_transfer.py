@@ -169,7 +169,7 @@ class TransferReport:
     saved: list[int] = dataclasses.field(default_factory=list)
     """Numbers of saves that no longer need their blocks."""
     stored: list[tuple[int, BlockName]] = dataclasses.field(default_factory=list)
-    """(save, block) of those of their blocks of which the store has this rank's shards."""
+    """(number of the save, name) of each of their blocks of which the store has this rank's shards."""
     loaded: list[FinishedLoad] = dataclasses.field(default_factory=list)
     """Loads that have ended."""
     bad_blocks: set[int] = dataclasses.field(default_factory=set)

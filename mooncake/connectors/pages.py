@@ -189,7 +189,7 @@ class BoundedCalls:
     def insist(
         self, operation: str, steps: Steps[ResultT], otherwise: ResultT, timeout_s: float
     ) -> BoundedCall[ResultT]:
-        """Begin an operation for which no request waits, also while the store gets no other calls."""
+        """Begin an operation that touches no memory of the engine, also while the circuit breaker is open."""
         return self._begin(operation, steps, otherwise, timeout_s, is_lookup=True, insists=True)
 
     def _begin(
