@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir())
 PARTS = ("sanitize", "install-servers", "test-clients", "test-image", "test-ray", "test-vllm")
 MAKEFILE = """\
 .venv/.installed-dev:
@@ -92,7 +93,7 @@ def test_a_night_goes_on_after_an_unknown_part_and_says_its_seed(tmp_path: Path)
     assert "nonsense" in summary and "FAILED 2" in summary and "integrity   ok" in summary
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").iterdir()))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_is_a_program_that_its_shell_can_read(script: str) -> None:
     path = ROOT / "scripts" / script
     assert os.access(path, os.X_OK)
@@ -101,6 +102,6 @@ def test_every_script_is_a_program_that_its_shell_can_read(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").iterdir()))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_runs_in_the_environment_that_venv_names(script: str) -> None:
     assert ".venv/bin" not in (ROOT / "scripts" / script).read_text(), "${VENV:-.venv}/bin is meant"

@@ -497,26 +497,25 @@ def claim_of(*names: str) -> list[Placed]:
 
 
 @contextlib.asynccontextmanager
-async def first_of_pair(worker: Worker) -> AsyncIterator[tuple[One, AsyncClient]]:
-    """A conductor whose peer does not run, which has a worker, and a gateway's connection to it."""
+async def first_of_pair(worker: Worker) -> AsyncIterator[tuple[One, AsyncClient, list[SharedFact]]]:
+    """A conductor whose peer does not run, which has a worker; a gateway's connection; and what it shares."""
     first, closed = free_ports("127.0.0.1", 2, Random())
     one = await begin(first, closed)
     gateway = AsyncClient(one.address, REPLIES)
     try:
         one.service.post(AddInstance(worker.address, WorkerRole.DECODE))
         await until(lambda: one.service.core.status()[0].health == "ready")
-        yield one, gateway
+        shared: list[SharedFact] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one.server.peers, "share", shared.append)
+            yield one, gateway, shared
     finally:
         await gateway.close()
         await one.stop()
 
 
-async def test_a_claim_in_parts_ends_what_none_of_them_names(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with first_of_pair(workers[0]) as (one, gateway):
-        shared: list[SharedFact] = []
-        monkeypatch.setattr(one.server.peers, "share", shared.append)
+async def test_a_claim_in_parts_ends_what_none_of_them_names(workers: list[Worker]) -> None:
+    async with first_of_pair(workers[0]) as (one, gateway, shared):
         for name in ("ended", "first", "last", "pending", "anew"):
             await gateway.call(Place(name, 64), 5.0)
         await gateway.call(ClaimRequests(claim_of("first"), 1, is_first=True), 5.0)
@@ -530,7 +529,7 @@ async def test_a_claim_in_parts_ends_what_none_of_them_names(
 
 
 async def test_a_claim_that_lacks_its_beginning_ends_nothing(workers: list[Worker]) -> None:
-    async with first_of_pair(workers[0]) as (one, gateway):
+    async with first_of_pair(workers[0]) as (one, gateway, _):
         await gateway.call(Place("a", 64), 5.0)
         await gateway.call(ClaimRequests(claim_of("b"), 1, is_last=True), 5.0)
         await gateway.call(ClaimRequests(claim_of("c")), 5.0)
@@ -579,12 +578,8 @@ async def test_two_that_are_cut_off_both_lead_until_they_meet_again(workers: lis
             await wire.close()
 
 
-async def test_a_refusal_is_no_end_where_nothing_was_placed(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with first_of_pair(workers[0]) as (one, gateway):
-        shared: list[SharedFact] = []
-        monkeypatch.setattr(one.server.peers, "share", shared.append)
+async def test_a_refusal_is_no_end_where_nothing_was_placed(workers: list[Worker]) -> None:
+    async with first_of_pair(workers[0]) as (one, gateway, shared):
         replicas, worker = one.server.peers.replicas, workers[0].address
         for _ in range(2):  # its gateway reports an end after each answer, whatever that was
             assert isinstance(await gateway.call(Place("never", 64, exclude=[worker]), 5.0), Refuse)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 
 import aiohttp
@@ -54,7 +55,8 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         EventParser().whole(b"data: " + b"x" * 200)
 
 
-async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
+def endless(ended: asyncio.Event, outcomes: list[StreamOutcome], deadline: float = math.inf) -> FastAPI:
+    """An application whose stream has a first event and waits for the second one."""
     app = FastAPI()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -63,13 +65,16 @@ async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
 
     @app.get("/")
     async def answer() -> Response:
-        response = EventStreamResponse(b"data: first\n\n", events(), {}, ended.set)
+        response = EventStreamResponse(b"data: first\n\n", events(), {}, ended.set, deadline)
         response.on_outcome = outcomes.append
         return response
 
-    ended = asyncio.Event()
-    outcomes: list[StreamOutcome] = []
-    server = HttpServer(app, listen("127.0.0.1", 0), grace_s=1.0)
+    return app
+
+
+async def test_a_stream_that_is_cut_by_the_end_of_its_server_says_so() -> None:
+    ended, outcomes = asyncio.Event(), list[StreamOutcome]()
+    server = HttpServer(endless(ended, outcomes), listen("127.0.0.1", 0), grace_s=1.0)
     await server.start()
     async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{server.port}/") as response:
         assert await response.content.readuntil(b"\n\n") == b"data: first\n\n"
@@ -84,21 +89,8 @@ async def test_a_stream_whose_events_end_after_their_deadline_is_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sse, "FINAL_EVENT_TIMEOUT_S", 0.01)
-    app = FastAPI()
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        await asyncio.Event().wait()
-        yield b"never"
-
-    @app.get("/")
-    async def answer() -> Response:
-        response = EventStreamResponse(b"data: first\n\n", events(), {}, ended.set, clock.monotonic())
-        response.on_outcome = outcomes.append
-        return response
-
-    ended = asyncio.Event()
-    outcomes: list[StreamOutcome] = []
-    server = HttpServer(app, listen("127.0.0.1", 0))
+    ended, outcomes = asyncio.Event(), list[StreamOutcome]()
+    server = HttpServer(endless(ended, outcomes, clock.monotonic()), listen("127.0.0.1", 0))
     await server.start()
     async with aiohttp.ClientSession() as http, http.get(f"http://127.0.0.1:{server.port}/") as response:
         with pytest.raises(aiohttp.ClientPayloadError):
