@@ -21,7 +21,7 @@ from mooncake.cli.explain import ask_gateway, no_gateway, read_answer
 from mooncake.cli.output import check_writable, write_whole
 from mooncake.errors import AccessDenied, InvalidArgument, PeerLost, ProtocolError
 from mooncake.tracing.perfetto import trace_events
-from mooncake.tracing.spans import Span
+from mooncake.tracing.spans import Span, children_of
 
 _TIMEOUT_S = 30.0
 _BAR_WIDTH = 48
@@ -139,14 +139,8 @@ def show(console: Console, found: FetchedTrace) -> None:
 
 
 def _in_tree(root: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Each span with its depth, a parent before what is below it.
-
-    The root's parent is chosen by a client, which may name a span of the tree.
-    """
-    below: dict[str, list[Span]] = {}
-    for span in spans:
-        if span.span_id != root.span_id:
-            below.setdefault(span.parent_id, []).append(span)
+    """Each span with its depth, a parent before what is below it."""
+    below = children_of(spans, root)
     waiting = [(root, 0)]
     while waiting:
         span, depth = waiting.pop()

@@ -132,14 +132,24 @@ def _keep(requests: dict[str, RequestSpans], request: RequestSpans, limit: int) 
         del requests[next(iter(requests))]
 
 
+def children_of(spans: Iterable[Span], root: Span) -> dict[str, list[Span]]:
+    """``spans`` by the id of their parent, without ``root``.
+
+    The root's parent is chosen by a client, which may name a span of the tree.
+    """
+    found: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.span_id != root.span_id:
+            found.setdefault(span.parent_id, []).append(span)
+    return found
+
+
 def reachable(root: Span, spans: Iterable[Span]) -> list[Span]:
     """``root`` and the spans below it, by their start.
 
     A trace id is chosen by a client, so that spans of other requests may have the same one.
     """
-    below: dict[str, list[Span]] = {}
-    for span in spans:
-        below.setdefault(span.parent_id, []).append(span)
+    below = children_of(spans, root)
     found, waiting = {root.span_id: root}, [root]
     while waiting:
         for span in below.get(waiting.pop().span_id, ()):
@@ -158,13 +168,9 @@ def align_clocks(root: Span, spans: Sequence[Span]) -> list[Span]:
 
     A call's server can't begin before its client and can't end after it. A span that does is shifted, with
     all that is below it in its process, by the least that puts it inside; or centred, where it is longer.
-    The root comes first, as one within the tolerance may begin before it; the others by their start. The
-    root's parent is chosen by a client, which may name a span of the tree.
+    The root comes first, as one within the tolerance may begin before it; the others by their start.
     """
-    below: dict[str, list[Span]] = {}
-    for span in spans:
-        if span.span_id != root.span_id:
-            below.setdefault(span.parent_id, []).append(span)
+    below = children_of(spans, root)
     result: list[Span] = []
     waiting: list[tuple[Span, float]] = [(root, 0.0)]
     while waiting:
