@@ -20,6 +20,7 @@ import msgspec
 
 from mooncake.http import large_json
 from mooncake.http.openai import MAX_PRIORITY, ApiError, PromptTokensDetails, Usage
+from mooncake.http.sse import unnamed_error
 
 LONG_ITEM_CHARS = 4096
 """Items without text, such as images, that are larger are hashed by their digest."""
@@ -95,7 +96,7 @@ class EngineApi:
     def error_event(self, error: ApiError) -> bytes:
         """The event that ends a stream with an error."""
         if not self.has_named_events:
-            return b"data: " + error.body() + b"\n\n"
+            return unnamed_error(error)
         found = self.error_body(error)
         if self.path == RESPONSES.path:
             detail = error.detail

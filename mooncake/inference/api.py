@@ -50,6 +50,7 @@ from mooncake.http.openai import (
     parse_request,
     to_json,
 )
+from mooncake.http.sse import unnamed_error
 from mooncake.http.worker_stats import KvMemoryStats
 from mooncake.inference.engine import EngineStats
 from mooncake.inference.generator import GenerationFailed, GenerationRefused, Generator, TokenCounts
@@ -360,7 +361,7 @@ class _Answer:
                     error = self._failed(news)
                     if opening is not None:
                         raise error
-                    yield b"data: " + error.body() + b"\n\n"
+                    yield unnamed_error(error)
                     return
                 if opening:
                     yield opening
