@@ -438,7 +438,11 @@ def _check_hosts(certificate: Path, hosts: Sequence[str]) -> None:
 
 
 def _operators_key(key_file: Path, environment: Path) -> list[Path]:
-    """Create what is missing of the two files with the operators' key, with the key of the other one."""
+    """Create what is missing of the two files with the operators' key, with the key of the other one.
+
+    Raises:
+        InvalidArgument: both exist and have different keys, or one has no key that can be used.
+    """
     keys = {file: _key_in(file) for file in (key_file, environment) if file.exists()}
     if len(set(keys.values())) > 1:
         raise InvalidArgument("out", str(key_file), f"the key in {environment}; remove one of both, or both")
@@ -453,11 +457,12 @@ def _key_in(file: Path) -> str:
     Raises:
         InvalidArgument: there is none or more than one, or it is in quotes: only compose removes these.
     """
-    keys = file.read_text().split()
+    text = file.read_text()
+    keys = text.split()
     allowed = "a file with the operators' key and nothing else"
     if file.suffix == ".env":
         start = f"{ENVIRONMENT_KEY}="
-        lines = map(str.strip, file.read_text().splitlines())
+        lines = map(str.strip, text.splitlines())
         keys = [line.removeprefix(start) for line in lines if line.startswith(start)]
         allowed = f"a file with one line {start}KEY, whose key is not in quotes"
     if len(keys) != 1 or not keys[0] or keys[0][0] in "\"'":
