@@ -21,7 +21,7 @@ from mooncake.tracing.spans import Span
 from mooncake.types import InstanceId, Tier, WorkerRole
 
 MAX_TERM = (1 << 63) - 1
-"""A leader's term stays there. The next one would have no form in a message."""
+"""Largest term of a leader: there it stays, since a message can't hold a larger number."""
 
 POOL: InstanceId = "pool"
 """The store as an instance of the index: it holds blocks like others but serves no requests."""

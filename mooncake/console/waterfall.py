@@ -33,8 +33,7 @@ def _traced(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     first = min(float(span["start_s"]) for span in spans)
     children: dict[Any, list[Mapping[str, Any]]] = {}
     known = {span["span_id"] for span in spans}
-    ordered = sorted(spans, key=lambda one: float(one["start_s"]))
-    for span in ordered:
+    for span in sorted(spans, key=lambda one: float(one["start_s"])):
         parent = span.get("parent_id")
         children.setdefault(parent if parent in known else None, []).append(span)
     found: list[dict[str, Any]] = []

@@ -349,8 +349,7 @@ def _written_lists(text: str) -> Iterator[list[tuple[int, int, str]]]:
     lines = text.split("\n")
     starts = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
     number = num_tools = 0
-    is_about_tools = False
-    "Whether the last line with text is."
+    is_about_tools = False  # whether the last line with text is
     while number < len(lines):
         line, span = lines[number], list[tuple[int, int, str]]()
         if is_about_tools and _ITEM.match(line):

@@ -28,7 +28,7 @@ class Permit:
     def __init__(
         self, limiter: ConcurrencyLimiter, client: Client | None, num_answers: int, now: float
     ) -> None:
-        """Raises ApiError: as of ``ConcurrencyLimiter.enter`` and of the client's quota."""
+        """Raises ApiError as ``ConcurrencyLimiter.enter`` does, or because of the client's quota."""
         self._limiter, self._client, self._num_answers, self._began = limiter, client, num_answers, now
         limiter.enter(num_answers)
         if client is not None:

@@ -132,8 +132,8 @@ class _NumberedSpan(ReadableSpan):
 class _ReportingExporter(OtelSpanExporter):
     """Counts what the collector takes, and logs when it stops and when it begins again to do so.
 
-    The SDK's queue drops its oldest spans without a word, so a number that is missing is that of a dropped
-    one; or of one that another thread is just adding, which makes the count of a later batch smaller.
+    The SDK's queue does not report the oldest spans that it drops, so a number that is missing is that of a
+    dropped one; or of one that another thread is just adding, which makes the count of a later batch smaller.
     """
 
     def __init__(self, url: str) -> None:

@@ -186,7 +186,7 @@ def plan_command(
     """
     check_writable(json_file, "--json")
     check_writable(html_file, "--html")
-    for change in changes or () if not clusters else ():
+    for change in () if clusters else changes or ():
         if change.partition("=")[0].strip().replace("-", "_") in SEARCHED:
             allowed = (
                 "another field, or given with --cluster: without it, plan chooses kinds and numbers of nodes"
