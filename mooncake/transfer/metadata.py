@@ -9,6 +9,7 @@ installation.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -17,7 +18,7 @@ import socket
 import ssl
 import threading
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
@@ -193,6 +194,23 @@ class HttpBackend:
         return f"{self.url} refused {what}: {status} {body[:200].decode(errors='replace')}"
 
 
+@contextlib.contextmanager
+def _turn(lock: threading.Lock, timeout_s: float, name: str) -> Iterator[None]:
+    """Context manager: this thread's turn on a connection that carries one request at a time.
+
+    Raises:
+        DeadlineExceeded: requests of other threads have not been answered within ``timeout_s``.
+    """
+    if not lock.acquire(timeout=timeout_s):
+        raise DeadlineExceeded(
+            f"{name} has not answered other threads' requests within {timeout_s:g} s; is the address right?"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class CredentialHeaders(Protocol):
     """What proves to a service who sends a request: a ``Signer``, or a bearer's token."""
 
@@ -252,7 +270,7 @@ class HttpConnection:
         """
         if os.getpid() != self._pid:  # forked: the connection belongs to the parent
             self._begin()
-        with self._lock:
+        with _turn(self._lock, self._timeout_s, self._name):
             for is_last in (False, True):
                 try:
                     headers = {"Content-Type": "application/json"}
@@ -496,7 +514,7 @@ class RedisBackend:
     def _call(self, *arguments: bytes) -> RedisReply:
         if os.getpid() != self._pid:  # forked: the connection belongs to the parent
             self._begin()
-        with self._lock:
+        with _turn(self._lock, self._timeout_s, f"metadata service {self.url}"):
             for is_last in (False, True):
                 is_fresh = self._stream is None
                 try:

@@ -353,14 +353,17 @@ class PeerTable:
         known, until = self._named.get(name, (None, 0.0))
         if known is not None and known.may_be_stale:
             known = None
-        if known is not None and time.monotonic() < until:
-            return known
+        if known is not None:
+            if time.monotonic() < until:
+                return known
+            self._prolong(name, known)  # other threads use it during the lookup, which may take long
         try:
             descriptor = self.require_name_service().find(name)
         except Unavailable as error:
             if known is None:
                 raise
             log.info("name_lookup_failed", name=name, reason=str(error))
+            self._prolong(name, known)  # else every call would wait for a service that does not answer
             return known
         if descriptor is None:
             return known  # gone, or the service restarted empty: a transfer will show which
@@ -369,6 +372,12 @@ class PeerTable:
         with self._lock:
             self._named[name] = segment, time.monotonic() + self._settings.metadata_cache_s
         return segment
+
+    def _prolong(self, name: str, known: RemoteSegment) -> None:
+        """Let ``open_name`` return ``known`` for a while without a lookup, unless it was forgotten."""
+        with self._lock:
+            if self._named.get(name, (None, 0.0))[0] is known:
+                self._named[name] = known, time.monotonic() + self._settings.metadata_cache_s
 
     def can_refresh(self, segment: RemoteSegment) -> bool:
         """Whether the segment's current descriptor can be queried."""

@@ -11,13 +11,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
-from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory, ProtocolError, Unavailable
+from mooncake.errors import AddressInUse, InvalidArgument, OutOfMemory, PeerLost, ProtocolError, Unavailable
 from mooncake.transfer import (
     Completion,
     Op,
@@ -278,6 +279,40 @@ def test_peers_find_each_other_by_name() -> None:
         backend.put(metadata_key("node-2"), b"{}")
         with pytest.raises(ProtocolError):
             near.open_name("node-2")
+
+
+def test_a_service_that_hangs_delays_one_lookup_of_a_known_peer(
+    far: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither other threads nor later calls wait for it."""
+    backend = DictBackend()
+    backend.put(metadata_key("far"), far.describe().encode())
+    with TransferEngine(TransferSettings(metadata_cache_s=3600), backend) as near:
+        segment = near.open_name("far")
+        assert segment is not None
+        asked, fails = threading.Event(), threading.Event()
+        num_lookups = []
+
+        def hang(key: str) -> bytes | None:
+            num_lookups.append(key)
+            asked.set()
+            fails.wait(60)
+            raise PeerLost("it did not answer")
+
+        monkeypatch.setattr(backend, "get", hang)
+        near._peers._named["far"] = segment, 0.0  # as if the time had passed
+        found = []
+        looking = threading.Thread(target=lambda: found.append(near.open_name("far")))
+        looking.start()
+        try:
+            assert asked.wait(60)
+            assert near.open_name("far") is segment and len(num_lookups) == 1
+            near._peers._named["far"] = segment, 0.0
+        finally:
+            fails.set()
+        looking.join(60)
+        assert found == [segment]
+        assert near.open_name("far") is segment and len(num_lookups) == 1
 
 
 def test_memory_that_is_not_there(near: TransferEngine) -> None:

@@ -212,3 +212,15 @@ def test_a_redis_that_refuses_the_password_or_the_database_is_not_used(
     assert service.taken[-3:] == [[b"AUTH", b"secret"], [b"SELECT", b"3"], [b"SET", b"k", b"v"]]
     backend.close()
     service.close()
+
+
+@pytest.mark.parametrize("kind", ["http", "redis"])
+def test_the_wait_for_requests_of_other_threads_is_bounded(kind: str) -> None:
+    """Else each of many threads would wait for all those before it, one timeout after the other."""
+    backend = make_backend(f"{kind}://127.0.0.1:1", timeout_s=0.05)
+    assert isinstance(backend, HttpBackend | RedisBackend)
+    lock = backend._connection._lock if isinstance(backend, HttpBackend) else backend._lock
+    with lock, pytest.raises(DeadlineExceeded, match="other threads"):
+        backend.get("k")
+    with pytest.raises(PeerLost, match="is it running"):
+        backend.get("k")
