@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.compat import public_in
+from mooncake.compat.store.arguments import number, numbers
 from mooncake.compat.store.error_codes import StoreCode
 
 if TYPE_CHECKING:
@@ -28,16 +29,25 @@ class EngramStoreConfig:
 
     __slots__ = ("embedding_dim", "table_vocab_sizes")
 
+    embedding_dim: int
+    table_vocab_sizes: list[int]
+
     def __init__(self) -> None:
-        self.table_vocab_sizes: list[int] = []
-        self.embedding_dim = 0
+        self.table_vocab_sizes = [1024]
+        self.embedding_dim = 64
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = {"table_vocab_sizes": numbers, "embedding_dim": number}.get(name)
+        if check is not None:
+            value = check("EngramStoreConfig", name, value)
+        object.__setattr__(self, name, value)
 
 
 class EngramStore:
-    """Embedding tables of one layer.
+    """Embedding tables of one layer. Errors are ``RuntimeError``, as in the existing package.
 
     Raises:
-        ValueError: there are no heads, or a size is not positive.
+        RuntimeError: there are no heads, or a size is not positive.
     """
 
     def __init__(
@@ -46,7 +56,7 @@ class EngramStore:
         self._sizes = [int(size) for size in config.table_vocab_sizes]
         self._dim = int(config.embedding_dim)
         if not self._sizes or min(self._sizes) < 1 or self._dim < 1:
-            raise ValueError(
+            raise RuntimeError(
                 f"tables of {self._sizes} rows of {self._dim}: at least one head, 1 row, 1 float"
             )
         self._store = store
@@ -67,14 +77,14 @@ class EngramStore:
         return list(self._sizes)
 
     def populate(self, embedding_buffers: Sequence[Any]) -> None:
-        """Store the tables, float32 [rows, embedding_dim] each. Those that exist are not changed.
+        """Store the tables, float32 [rows, embedding_dim] each.
 
         Raises:
-            ValueError: not one per head, or of another shape or type.
-            RuntimeError: the store refuses them.
+            RuntimeError: not one per head, or of another shape or type; one of them exists already; or the
+                store refuses them.
         """
         if len(embedding_buffers) != len(self._sizes):
-            raise ValueError(f"{len(embedding_buffers)} tables for {len(self._sizes)} heads")
+            raise RuntimeError(f"{len(embedding_buffers)} tables for {len(self._sizes)} heads")
         tables = [
             self._table(buffer, size) for buffer, size in zip(embedding_buffers, self._sizes, strict=True)
         ]
@@ -82,32 +92,31 @@ class EngramStore:
             self._local = [table.copy() for table in tables]
             return
         started = self._store.batch_put_session_start(self._keys, [table.nbytes for table in tables])
-        exists = int(StoreCode.OBJECT_ALREADY_EXISTS)
-        mine = [i for i, code in enumerate(started) if code == 0]
-        keys = [self._keys[i] for i in mine]
-        if len(started) != len(self._keys) or any(code not in (0, exists) for code in started):
-            self._store.batch_put_session_revoke(keys)
-            raise RuntimeError(f"the store refuses the tables {self._keys}: {started}")
-        pointers, sizes = [[tables[i].ctypes.data] for i in mine], [[tables[i].nbytes] for i in mine]
-        self._store.batch_put_from_multi_buffer_ranges(keys, pointers, sizes, [[0]] * len(keys))
-        ended = self._store.batch_put_session_end(keys)
+        if started != [0] * len(self._keys):
+            begun = [key for key, code in zip(self._keys, started, strict=False) if code == 0]
+            self._store.batch_put_session_revoke(begun)
+            exists = int(StoreCode.OBJECT_ALREADY_EXISTS)
+            hint = "; remove_from_store() first" if exists in started else ""
+            raise RuntimeError(f"the store refuses the tables {self._keys}: {started}{hint}")
+        pointers, sizes = [[table.ctypes.data] for table in tables], [[table.nbytes] for table in tables]
+        self._store.batch_put_from_multi_buffer_ranges(self._keys, pointers, sizes, [[0]] * len(self._keys))
+        ended = self._store.batch_put_session_end(self._keys)
         if any(ended):
-            raise RuntimeError(f"the tables {keys} were not stored: {ended}")
+            raise RuntimeError(f"the tables {self._keys} were not stored: {ended}")
 
     def lookup(self, row_ids: Any) -> Rows:
         """Look up rows: float32 [..., heads, embedding_dim] for integers [..., heads].
 
         Raises:
-            ValueError: another last dimension, or a row that the table does not have.
-            RuntimeError: a table does not exist.
+            RuntimeError: another last dimension, a row that the table does not have, or a missing table.
         """
         ids = np.asarray(row_ids)
         if ids.dtype.kind not in "iu" or not ids.ndim or ids.shape[-1] != len(self._sizes):
-            raise ValueError(f"row_ids of {ids.dtype} {ids.shape}: integers [..., {len(self._sizes)}]")
+            raise RuntimeError(f"row_ids of {ids.dtype} {ids.shape}: integers [..., {len(self._sizes)}]")
         if ids.size and (
             ids.min() < 0 or (ids.reshape(-1, len(self._sizes)).max(axis=0) >= self._sizes).any()
         ):
-            raise ValueError(f"row_ids from {ids.min()} to {ids.max()}: the tables have {self._sizes} rows")
+            raise RuntimeError(f"row_ids from {ids.min()} to {ids.max()}: the tables have {self._sizes} rows")
         distinct = [np.unique(ids[..., head], return_inverse=True) for head in range(len(self._sizes))]
         rows = self._rows([numbers for numbers, _ in distinct])
         found = np.empty((*ids.shape, self._dim), dtype=np.float32)
@@ -116,14 +125,21 @@ class EngramStore:
         return found
 
     def remove_from_store(self, force: bool = False) -> int:
-        """Remove the tables: 0, also when they do not exist; else the code of the first that remains."""
-        self._local = []
+        """Remove the tables: how many there were.
+
+        Raises:
+            RuntimeError: one of them remains, for instance because a reader has a lease on it.
+        """
         if self._store is None:
-            return 0
+            num_removed, self._local = len(self._local), []
+            return num_removed
         self._store.batch_get_session_end(self._keys)
         self._is_open = False
-        gone = (0, int(StoreCode.OBJECT_NOT_FOUND))
-        return next((code for code in self._store.batch_remove(self._keys, force) if code not in gone), 0)
+        codes = self._store.batch_remove(self._keys, force)
+        failed = [code for code in codes if code not in (0, int(StoreCode.OBJECT_NOT_FOUND))]
+        if failed:
+            raise RuntimeError(f"the tables {self._keys} were not removed: {codes}")
+        return codes.count(0)
 
     def _rows(self, numbers: Sequence[npt.NDArray[Any]]) -> list[Rows]:
         """Read these rows of each head's table."""
@@ -148,7 +164,7 @@ class EngramStore:
     def _table(self, buffer: Any, num_rows: int) -> Rows:
         table = np.asarray(buffer)
         if table.dtype != np.float32 or table.shape != (num_rows, self._dim):
-            raise ValueError(f"table of {table.dtype} {table.shape}: float32 [{num_rows}, {self._dim}]")
+            raise RuntimeError(f"table of {table.dtype} {table.shape}: float32 [{num_rows}, {self._dim}]")
         return np.ascontiguousarray(table)
 
 

@@ -36,7 +36,6 @@ def test_rows_of_every_head(store: MooncakeDistributedStore, is_local: bool) -> 
     with pytest.raises(RuntimeError):
         engram.lookup(np.zeros((1, 2), dtype=np.int64))
     engram.populate(tables())
-    engram.populate(tables())
     ids = np.random.default_rng(2).integers(0, [1000, 37], (3, 5, 2))
     for _ in range(2):
         found = engram.lookup(ids)
@@ -44,10 +43,37 @@ def test_rows_of_every_head(store: MooncakeDistributedStore, is_local: bool) -> 
         for head, table in enumerate(tables()):
             assert np.array_equal(found[..., head, :], table[ids[..., head]])
     assert engram.lookup(np.empty((0, 2), dtype=np.int32)).shape == (0, 2, DIM)
+    assert engram.remove_from_store(force=True) == len(SIZES)
     assert engram.remove_from_store(force=True) == 0
-    if is_local:
-        with pytest.raises(RuntimeError):
-            engram.lookup(ids)
+    with pytest.raises(RuntimeError):
+        engram.lookup(ids)
+
+
+def test_tables_that_exist_are_refused_and_stay(store: MooncakeDistributedStore) -> None:
+    engram = EngramStore(next(_layers), a_config(), store)
+    engram.populate(tables())
+    assert store.remove(engram.get_store_keys()[0], True) == 0
+    with pytest.raises(RuntimeError, match="remove_from_store"):
+        engram.populate([table + 1 for table in tables()])
+    assert [store.is_exist(key) for key in engram.get_store_keys()] == [0, 1]
+    assert engram.remove_from_store(force=True) == 1
+    engram.populate(tables())
+
+
+def test_tables_under_a_lease_are_not_removed(store: MooncakeDistributedStore) -> None:
+    engram = EngramStore(next(_layers), a_config(), store)
+    engram.populate(tables())
+    engram.lookup([[0, 0]])
+    with pytest.raises(RuntimeError, match="-706"):
+        engram.remove_from_store()
+
+
+def test_a_configuration_has_the_defaults_and_checks_of_the_existing_package() -> None:
+    config = EngramStoreConfig()
+    assert (config.table_vocab_sizes, config.embedding_dim) == ([1024], 64)
+    for name, value in (("table_vocab_sizes", "12"), ("table_vocab_sizes", [1.5]), ("embedding_dim", "x")):
+        with pytest.raises(TypeError):
+            setattr(config, name, value)
 
 
 def test_another_instance_finds_the_tables(store: MooncakeDistributedStore) -> None:
@@ -64,14 +90,16 @@ def test_invalid_arguments(store: MooncakeDistributedStore) -> None:
     engram = EngramStore(next(_layers), a_config(), store)
     engram.populate(tables())
     for ids in ([[0, 37]], [[-1, 0]], [[0]], [[0.5, 0.5]], 3):
-        with pytest.raises(ValueError):
+        with pytest.raises(RuntimeError):
             engram.lookup(ids)
     for bad in ([], tables()[:1], tables()[::-1], [table.astype(np.float64) for table in tables()]):
-        with pytest.raises(ValueError):
+        with pytest.raises(RuntimeError):
             engram.populate(bad)
-    with pytest.raises(ValueError):
-        EngramStore(0, EngramStoreConfig())
+    empty = EngramStoreConfig()
+    empty.table_vocab_sizes = []
+    with pytest.raises(RuntimeError):
+        EngramStore(0, empty)
     with pytest.raises(AttributeError):
-        a_config().other = 1  # type: ignore[attr-defined]
+        a_config().other = 1
     with pytest.raises(RuntimeError):
         EngramStore(0, a_config(), MooncakeDistributedStore()).populate(tables())
