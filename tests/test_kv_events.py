@@ -81,6 +81,25 @@ def test_the_first_sglang_without_medium_and_rank() -> None:
     )
 
 
+def test_sglang_with_salts_and_with_all_of_vllm_s_fields() -> None:
+    """Salts are in a map in the place of the adapter's name, or later among the inputs of the hash."""
+    salted = BlockStored([1], None, [7, 8], 2, "CPU_PINNED", extra_keys=[["pepper"]])
+    batch = [2.0, [["BlockStored", [1], None, [7, 8], 2, None, "CPU_PINNED", {"cache_salt": "pepper"}]]]
+    assert read_batch(msgspec.msgpack.encode(batch)) == EventBatch(2.0, [salted])
+    long_stored = ["BlockStored", [1], None, [7, 8], 2, None, "CPU_PINNED", None, [["pepper"]], *[None] * 5]
+    long_removed = ["BlockRemoved", [1], "GPU", 0, "full_attention", None, "REMOTE", None]
+    batch = [2.0, [[*long_stored, {"cache_salt": "pepper"}], long_removed, ["AllBlocksCleared", None]]]
+    removed = BlockRemoved([1], "GPU", group_idx=0, locality="REMOTE")
+    expected = EventBatch(2.0, [salted, removed, AllBlocksCleared()])
+    assert read_batch(msgspec.msgpack.encode(batch)) == expected
+
+
+def test_an_adapter_may_have_a_number_only() -> None:
+    batch = [2.0, [["BlockStored", [1], None, [7, 8], 2, 3, "GPU"]]]
+    expected = EventBatch(2.0, [BlockStored([1], None, [7, 8], 2, "GPU", lora_id=3)])
+    assert read_batch(msgspec.msgpack.encode(batch)) == expected
+
+
 def test_a_store_without_the_legacy_fields() -> None:
     fields = {"event_id": 1, "timestamp": 2, "tenant_id": "t", "medium": "disk", "seq_hashes": [2**64 - 1]}
     events = [

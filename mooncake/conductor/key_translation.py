@@ -16,6 +16,7 @@ collision gives wrong tokens; here it gives only a wrong hint.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,7 +25,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from mooncake.conductor.holder_sets import PLANE
-from mooncake.conductor.key_table import KeyTable, key_column
+from mooncake.conductor.key_table import KeyTable, Values, key_column
 from mooncake.conductor.messages import BlocksCleared, BlocksRemoved, BlocksStored, PrefixWindows, Silent
 from mooncake.kv_events import BlockRemoved, BlockStored, ForeignHash
 from mooncake.kvlayout import KEY_PREFIX
@@ -61,7 +62,16 @@ Fact = BlocksStored | BlocksRemoved | BlocksCleared | PrefixWindows | Silent
 Blocks = tuple[str, list[BlockKey]]
 """A scope and blocks in it."""
 
-_TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.MEMORY, "disk": Tier.SSD, "storage": Tier.SSD}
+_TIERS = {
+    **dict.fromkeys(("gpu", "device"), Tier.DEVICE),
+    **dict.fromkeys(("cpu", "cpu_pinned", "cpu_tier1"), Tier.MEMORY),
+    **dict.fromkeys(("disk", "storage", "nvme", "cpu_tier2"), Tier.SSD),
+}
+_SHARED = ("external", "network", "remote", "shared")
+"""Media of pools that several engines share."""
+_SALT_PREFIX = "dynamo-cache-salt:"
+"""Before a salt among SGLang's inputs of hashes."""
+_TIER_BITS = len(PLANE)
 _U64 = (1 << 64) - 1
 _UNKNOWN = 0
 """Placeholder for the name of an unknown block."""
@@ -84,6 +94,11 @@ def tier_of(event: BlockStored | BlockRemoved) -> Tier:
     return _TIERS.get((event.medium or "gpu").lower(), Tier.DEVICE)
 
 
+def is_remote(event: BlockStored | BlockRemoved) -> bool:
+    """Whether its blocks are not the publisher's own: the store that has them publishes them itself."""
+    return event.locality == "REMOTE" or (event.medium or "").lower() in _SHARED
+
+
 class OwnKeys:
     """Translates to short keys of our own block hashes. A store's blocks are in the scope of their identity:
     ``kv/`` and the digest of the ``KvIdentity`` that they belong to."""
@@ -104,12 +119,18 @@ class OwnKeys:
         pass
 
 
-class _TranslatedBlock(msgspec.Struct):
-    """An engine's block: it ends ``tail`` tokens behind our block ``parent``, and completed ``hashes``."""
+class _TranslatedBlock(msgspec.Struct, gc=False):
+    """An engine's block: it ends ``tail`` behind our block ``parent``, and completed ``keys``.
+
+    A conductor has millions of them, hence bytes instead of lists.
+    """
 
     parent: BlockHash
-    tail: list[int]
-    hashes: list[BlockHash]
+    tail: bytes
+    "Tokens of four bytes."
+    keys: tuple[BlockKey, ...]
+    salts: tuple[str, ...]
+    "Those of its prompt."
     tiers: int = 0
 
 
@@ -125,23 +146,32 @@ class EngineKeys:
         self._blocks: dict[ForeignHash, _TranslatedBlock] = {}
 
     def stored(self, event: BlockStored) -> Blocks:
+        keys: list[BlockKey] = []
+        bit = 1 << PLANE[tier_of(event)]
+        if not event.token_ids:  # as vLLM sends of blocks that it copies to another tier
+            for foreign in event.block_hashes:
+                known = self._blocks.get(foreign)
+                if known is not None:
+                    known.tiers |= bit
+                    keys += known.keys
+            return "", keys
         before = self._before(event)
-        hashes: list[BlockHash] = []
         for number, (foreign, tokens) in enumerate(_with_tokens(event)):
-            if before is None or (_salts(event, number) and (number or event.parent_block_hash is not None)):
+            salts = _salts(event, number)
+            if before is None or (salts and salts != before.salts):
                 break  # the hash depends on more than tokens from here on, such as an image
             known = self._blocks.get(foreign) or self._completed(before, tokens)
-            known.tiers |= 1 << PLANE[tier_of(event)]
+            known.tiers |= bit
             before = self._blocks[foreign] = known
-            hashes += known.hashes
-        return "", [short_key(one) for one in hashes]
+            keys += known.keys
+        return "", keys
 
     def removed(self, event: BlockRemoved) -> Blocks:
         keys: list[BlockKey] = []
         for foreign in event.block_hashes:
             known = self._blocks.get(foreign)
             if known is not None:
-                keys += [short_key(one) for one in known.hashes]
+                keys += known.keys
                 known.tiers &= ~(1 << PLANE[tier_of(event)])
                 if not known.tiers:
                     del self._blocks[foreign]
@@ -154,13 +184,18 @@ class EngineKeys:
         """The block that the event's first block follows; None when that is not known."""
         if event.parent_block_hash is not None:
             return self._blocks.get(event.parent_block_hash)
-        return _TranslatedBlock(root_hash(" ".join(_salts(event, 0)), event.lora_name or ""), [], [])
+        if _has_unnamed_adapter(event):
+            return None
+        salts = _salts(event, 0)
+        return _TranslatedBlock(root_hash(" ".join(salts), event.lora_name or ""), b"", (), salts)
 
     def _completed(self, before: _TranslatedBlock, tokens: list[int]) -> _TranslatedBlock:
-        together = before.tail + tokens
+        together = array("I", before.tail)
+        together.extend(tokens)
         hashes = block_hashes(together, self.block_tokens, before.parent)
-        tail = together[len(hashes) * self.block_tokens :]
-        return _TranslatedBlock(hashes[-1] if hashes else before.parent, tail, hashes)
+        tail = together[len(hashes) * self.block_tokens :].tobytes()
+        parent = hashes[-1] if hashes else before.parent
+        return _TranslatedBlock(parent, tail, tuple(map(short_key, hashes)), before.salts)
 
 
 def _named_by(key: str) -> Blocks:
@@ -190,56 +225,66 @@ class KeyScope(msgspec.Struct, frozen=True):
 
 
 class SequenceKeys:
-    """Translates to names by ``extend_sequence``. ``scope`` is the default for an event's missing fields."""
+    """Translates to names by ``extend_sequence``. ``scope`` is the default for an event's missing fields.
+
+    A publisher's hash names a block in all scopes: adapter and salt are inputs of it. So one table has the
+    blocks of all scopes, of which a client makes one with each salt that it chooses.
+    """
 
     def __init__(self, scope: KeyScope, seed: int, *, is_store: bool = False) -> None:
         self._scope, self._seed, self._is_store = scope, seed, is_store
         self.block_tokens = scope.block_tokens
-        # By scope and publisher's hash: our name, and the tiers on which the publisher has the block.
-        self._names: dict[str, KeyTable] = {}
-        self._held: dict[str, KeyTable] = {}
+        # By the publisher's hash: our name; and the number of its scope with the tiers on which the
+        # publisher has the block.
+        self._names = KeyTable(np.uint64)
+        self._held = KeyTable(np.uint64)
+        self._scopes = _NumberedScopes()
 
     def stored(self, event: BlockStored) -> Blocks:
         scope = self._scope_of(event)
         if event.seq_hashes or self._is_store:
             return scope.name, _standard(event)
+        if not event.token_ids:  # as vLLM sends of blocks that it copies to another tier
+            return self._copied(event) or (scope.name, [])
         name, parent = self._continued(event, scope)
         if parent == _UNKNOWN or event.block_size not in (None, scope.block_tokens):
             return name, []
         names: dict[BlockKey, BlockKey] = {}
         for number, (foreign, tokens) in enumerate(_with_tokens(event, scope.block_tokens)):
-            if _salts(event, number) and (number or parent is not None):
+            salt = " ".join(_salts(event, number))
+            is_of_scope = name == scope.name and salt == scope.salt
+            if salt and (number or parent is not None) and not is_of_scope:
                 break  # the hash depends on more than tokens from here on, such as an image
             parent = extend_sequence(parent, tokens, self._seed)
             names[_word(foreign)] = parent
-        self._remember(name, names, tier_of(event))
-        return name, list(names.values())
+        return name, self._remember(name, names, tier_of(event))
 
     def removed(self, event: BlockRemoved) -> Blocks:
         scope = self._scope_of(event)
         if event.seq_hashes or self._is_store:
             return scope.name, _standard(event)
-        foreign = key_column(map(_word, event.block_hashes))
-        bit = 1 << PLANE[tier_of(event)]
         # The event lacks the adapter and salt under which they were stored.
-        for name, table in self._names.items():
-            names = table.find(foreign)
-            if not names.values.any():
-                continue
-            held = self._held[name].find(foreign)
-            rest = held.values & ~np.uint32(bit)
-            self._held[name].put(held, rest)
-            table.put(names, names.values * (rest != 0))
-            return name, names.values[names.values != 0].tolist()
-        return scope.name, []
+        held = self._held.find(key_column(map(_word, event.block_hashes)))
+        number = _scope_number(held.values)
+        if not number:
+            return scope.name, []
+        name, names = self._scopes.name(number), self._names.find(held.keys)
+        is_of_scope = held.values >> np.uint64(_TIER_BITS) == number
+        rest = np.where(is_of_scope, held.values & ~_tier_bit(event), held.values)
+        is_kept = rest & np.uint64((1 << _TIER_BITS) - 1) != 0
+        self._held.put(held, rest * is_kept)
+        self._names.put(names, names.values * is_kept)
+        self._scopes.count(number, -int(np.count_nonzero(is_of_scope & ~is_kept)))
+        return name, names.values[is_of_scope].tolist()
 
     def clear(self) -> None:
-        self._names.clear()
-        self._held.clear()
+        self._names = KeyTable(np.uint64)
+        self._held = KeyTable(np.uint64)
+        self._scopes = _NumberedScopes()
 
     def _scope_of(self, event: BlockStored | BlockRemoved) -> KeyScope:
         default = self._scope
-        salts = _salts(event, 0) if isinstance(event, BlockStored) else []
+        salts = _salts(event, 0) if isinstance(event, BlockStored) else ()
         return KeyScope(
             event.tenant_id or default.tenant,
             event.model_name or default.model,
@@ -252,24 +297,76 @@ class SequenceKeys:
         """The scope and the block that the event continues; None when it opens a prompt."""
         foreign = event.parent_block_hash
         if foreign is None or foreign == root_hash():
-            return scope.name, None
-        for name, table in self._names.items():  # only the first block of a prompt carries its salt
-            parent = int(table.find(key_column([_word(foreign)])).values[0])
-            if parent:
-                return name, parent
-        return scope.name, _UNKNOWN
+            is_known = bool(scope.lora) or not _has_unnamed_adapter(event)
+            return scope.name, None if is_known else _UNKNOWN
+        word = key_column([_word(foreign)])  # only the first block of a prompt carries its salt
+        parent = int(self._names.find(word).values[0])
+        if not parent:
+            return scope.name, _UNKNOWN
+        return self._scopes.name(_scope_number(self._held.find(word).values)), parent
 
-    def _remember(self, scope: str, names: dict[BlockKey, BlockKey], tier: Tier) -> None:
+    def _copied(self, event: BlockStored) -> Blocks | None:
+        """The blocks of an event without tokens, as far as they are known."""
+        held = self._held.find(key_column(map(_word, event.block_hashes)))
+        number = _scope_number(held.values)
+        if not number:
+            return None
+        is_of_scope = held.values >> np.uint64(_TIER_BITS) == number
+        self._held.put(held, np.where(is_of_scope, held.values | _tier_bit(event), held.values))
+        return self._scopes.name(number), self._names.find(held.keys).values[is_of_scope].tolist()
+
+    def _remember(self, scope: str, names: dict[BlockKey, BlockKey], tier: Tier) -> list[BlockKey]:
+        """Enter blocks by the publisher's hashes; returns the names of those that are in no other scope."""
         if not names:
-            return
-        if scope not in self._names:
-            self._names[scope], self._held[scope] = KeyTable(np.uint64), KeyTable()
-        foreign = key_column(names)
-        self._names[scope].put(
-            self._names[scope].find(foreign), np.fromiter(names.values(), np.uint64, len(names))
-        )
-        held = self._held[scope].find(foreign)
-        self._held[scope].put(held, held.values | np.uint32(1 << PLANE[tier]))
+            return []
+        number = self._scopes.number(scope)
+        held = self._held.find(key_column(names))
+        column = np.fromiter(names.values(), np.uint64, len(names))
+        is_new = held.values == 0
+        is_of_scope = is_new | (held.values >> np.uint64(_TIER_BITS) == number)
+        stored = held.values | np.uint64(number << _TIER_BITS | 1 << PLANE[tier])
+        found = self._names.find(held.keys)
+        self._names.put(found, np.where(is_of_scope, column, found.values))
+        self._held.put(held, np.where(is_of_scope, stored, held.values))
+        self._scopes.count(number, int(np.count_nonzero(is_new)))
+        entered: list[BlockKey] = column[is_of_scope].tolist()
+        return entered
+
+
+class _NumberedScopes:
+    """Numbers from 1 on for scopes, each as long as it has blocks."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._num_blocks: dict[int, int] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            self._last += 1
+            number = self._numbers[name] = self._last
+            self._names[number], self._num_blocks[number] = name, 0
+        return number
+
+    def name(self, number: int) -> str:
+        return self._names[number]
+
+    def count(self, number: int, num_blocks: int) -> None:
+        """Note that a scope has so many blocks more."""
+        self._num_blocks[number] += num_blocks
+        if not self._num_blocks[number]:
+            del self._num_blocks[number], self._numbers[self._names.pop(number)]
+
+
+def _scope_number(held: Values) -> int:
+    """The number of the scope of the first known block, and so of all of an event; 0 if there is none."""
+    [known] = held.nonzero()
+    return int(held[known[0]]) >> _TIER_BITS if len(known) else 0
 
 
 def _with_tokens(event: BlockStored, block_tokens: int = 0) -> list[tuple[ForeignHash, list[int]]]:
@@ -281,10 +378,19 @@ def _with_tokens(event: BlockStored, block_tokens: int = 0) -> list[tuple[Foreig
     return [(one, tokens[at : at + size]) for one, at in zip(event.block_hashes, starts, strict=False)]
 
 
-def _salts(event: BlockStored, number: int) -> list[str]:
+def _tier_bit(event: BlockStored | BlockRemoved) -> np.uint64:
+    return np.uint64(1 << PLANE[tier_of(event)])
+
+
+def _salts(event: BlockStored, number: int) -> tuple[str, ...]:
     """Inputs of a block's hash beside its tokens and the adapter."""
     extra = event.extra_keys[number] if event.extra_keys and number < len(event.extra_keys) else None
-    return [str(one) for one in extra or () if one != event.lora_name]
+    return tuple(str(one).removeprefix(_SALT_PREFIX) for one in extra or () if one != event.lora_name)
+
+
+def _has_unnamed_adapter(event: BlockStored) -> bool:
+    """Whether the blocks are of an adapter of which only the engine's number is known."""
+    return bool(event.lora_id) and event.lora_name is None
 
 
 def _standard(event: BlockStored | BlockRemoved) -> list[BlockKey]:

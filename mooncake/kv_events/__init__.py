@@ -34,6 +34,8 @@ class BlockStored(_Event, frozen=True):
     block_size: int | None = None
     "Tokens per block."
     medium: str | None = None
+    lora_id: Any = None
+    "Number of the adapter in the engine; earlier releases of vLLM send no name."
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     "Inputs of each block's hash beside its tokens."
@@ -107,6 +109,8 @@ _ARRAY_FIELDS = {
     "BlockRemoved": ["block_hashes", "medium", "group_idx", "locality"],
     "AllBlocksCleared": [],
 }
+# SGLang's removals have all fields of stores from the medium on.
+_LONG_REMOVED = ["block_hashes", "medium", *_ARRAY_FIELDS["BlockStored"][-4:], "ownership"]
 # The fields that vLLM's subscribers expect even when they are None.
 _ALWAYS_SENT = {"block_hashes", "parent_block_hash", "token_ids", "block_size", "medium"}
 _TYPES = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
@@ -150,7 +154,14 @@ def _as_sent(event: KvEvent) -> dict[str, Any]:
 
 def _as_map(event: Any) -> Any:
     if isinstance(event, list) and event and event[0] in _ARRAY_FIELDS:
-        return {"type": event[0], **dict(zip(_ARRAY_FIELDS[event[0]], event[1:], strict=False))}
+        kind, *values = event
+        is_long = kind == "BlockRemoved" and len(values) == len(_LONG_REMOVED)
+        fields = dict(zip(_LONG_REMOVED if is_long else _ARRAY_FIELDS[kind], values, strict=False))
+        # Some releases of SGLang have a map with the salt in place of the adapter's name.
+        if isinstance(metadata := fields.get("lora_name"), dict):
+            salt = metadata.get("cache_salt")
+            fields |= {"lora_name": None, "extra_keys": [[salt]] if salt else None}
+        return {"type": kind, **fields}
     if isinstance(event, dict) and "type" not in event:
         return {**event, "type": _TYPES.get(event.get("event_type", ""), "unknown")}
     return event

@@ -14,10 +14,13 @@ from mooncake.conductor.key_translation import (
     OwnKeys,
     SequenceKeys,
     extend_sequence,
+    is_remote,
     sequence_hashes,
+    tier_of,
 )
 from mooncake.kv_events import BlockRemoved, BlockStored
 from mooncake.prefix import block_hashes, root_hash, short_key
+from mooncake.types import Tier
 
 # --- the standard's hashes
 
@@ -140,6 +143,67 @@ def test_an_engine_s_adapters_salts_and_images_are_not_mixed_up() -> None:
     with_image = stored([4, 5], None, 0, extra_keys=[None, ["image 7"]])
     plain = [short_key(one) for one in block_hashes(TOKENS[:4], 4, root_hash())]
     assert keys.stored(with_image)[1] == plain, "the same tokens, but not the same block"
+
+
+def test_salts_in_every_event_of_a_prompt_are_those_of_its_beginning() -> None:
+    """SGLang sends each block by itself, with the prompt's salt."""
+    salt = [["dynamo-cache-salt:pepper"]]
+    ours = [short_key(one) for one in block_hashes(TOKENS, 4, root_hash("pepper"))]
+    engine, sequence = EngineKeys(4), SequenceKeys(SCOPE, 5)
+    salted = KeyScope("default", "m", "", 4, "pepper").name
+    for number in range(2):
+        event = stored([number], number - 1 if number else None, 4 * number, extra_keys=salt)
+        assert engine.stored(event)[1] == ours[number : number + 1]
+        assert sequence.stored(event) == (salted, NAMES[number : number + 1])
+    with_image = stored([2], 1, 8, extra_keys=[[*salt[0], "image 7"]])
+    assert engine.stored(with_image)[1] == sequence.stored(with_image)[1] == []
+
+
+def test_an_adapter_without_a_name_is_not_the_base_model() -> None:
+    first, second = stored([1], None, 0, lora_id=3), stored([2], 1, 4, lora_id=3)
+    for keys in (EngineKeys(4), SequenceKeys(SCOPE, 5)):
+        assert keys.stored(first)[1] == keys.stored(second)[1] == []
+        assert keys.stored(stored([3], None, 0, lora_id=0))[1]
+    registered = SequenceKeys(KeyScope("default", "m", "sql", 4, ""), 5)
+    assert registered.stored(first)[1] == NAMES[:1], "its publisher was registered for this adapter"
+
+
+@pytest.mark.parametrize("keys", [EngineKeys(4), SequenceKeys(SCOPE, 5)], ids=["ours", "the standard's"])
+def test_copies_on_another_tier_are_known_by_their_hashes(keys: EngineKeys | SequenceKeys) -> None:
+    """vLLM's offloading sends no tokens."""
+    first, second = keys.stored(stored([1], None, 0)), keys.stored(stored([2], 1, 4))
+    copies = BlockStored([1, 99], None, [], 0, "CPU", group_idx=0)
+    assert keys.stored(copies) == first
+    assert keys.stored(BlockStored([98], None, [], 0, "CPU"))[1] == []
+    keys.removed(BlockRemoved([1, 2], "GPU"))
+    assert keys.stored(stored([2], 1, 4)) == second, "its parent is still there"
+    assert keys.removed(BlockRemoved([1], "CPU")) == first
+    assert keys.stored(stored([3], 1, 4))[1] == []
+
+
+def test_scopes_are_known_as_long_as_they_have_blocks() -> None:
+    """Clients choose salts: neither memory nor time may grow with those that were ever used."""
+    keys = SequenceKeys(SCOPE, 5)
+    for number in range(100):
+        event = stored([number], None, 0, extra_keys=[[f"salt {number}"]])
+        assert keys.stored(event) == (KeyScope("default", "m", "", 4, f"salt {number}").name, NAMES[:1])
+        keys.stored(event)  # reported once more
+    assert len(keys._scopes) == 100
+    for number in range(100):
+        name, gone = keys.removed(BlockRemoved([number, 1000]))
+        assert (name, gone) == (KeyScope("default", "m", "", 4, f"salt {number}").name, NAMES[:1])
+    assert len(keys._scopes) == len(keys._names) == len(keys._held) == 0
+    keys.stored(stored([1], None, 0, extra_keys=[["a"]]))
+    other = stored([1, 2], None, 0, extra_keys=[["b"]])
+    assert keys.stored(other)[1] == NAMES[1:2], "a hash that is known stays in its scope"
+
+
+def test_media_of_other_engines_are_tiers() -> None:
+    media = {"GPU": Tier.DEVICE, None: Tier.DEVICE, "CPU_PINNED": Tier.MEMORY, "CPU_TIER1": Tier.MEMORY}
+    media |= {"CPU": Tier.MEMORY, "DISK": Tier.SSD, "STORAGE": Tier.SSD, "CPU_TIER2": Tier.SSD}
+    assert {medium: tier_of(BlockRemoved([1], medium)) for medium in media} == media
+    assert is_remote(BlockRemoved([1], "EXTERNAL")) and is_remote(BlockRemoved([1], "CPU", locality="REMOTE"))
+    assert not is_remote(BlockRemoved([1], "CPU_PINNED", locality="LOCAL"))
 
 
 def test_an_engine_s_block_is_known_until_its_last_tier_lost_it() -> None:
