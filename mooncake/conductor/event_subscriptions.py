@@ -18,24 +18,34 @@ import asyncio
 import itertools
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
 from prometheus_client import Counter
 
 from mooncake import metrics
 from mooncake.conductor.cache_groups import CacheGroups
-from mooncake.conductor.key_translation import EngineKeys, Fact, KeyTranslation, OwnKeys, tier_of
+from mooncake.conductor.key_table import KeyLookup, Keys, KeyTable, key_column
+from mooncake.conductor.key_translation import (
+    EngineKeys,
+    Fact,
+    KeyTranslation,
+    OwnKeys,
+    is_remote,
+    tier_of,
+)
 from mooncake.conductor.messages import POOL, BlocksCleared, BlocksRemoved, BlocksStored, Event, Silent
 from mooncake.conductor.settings import SchedulingSettings
 from mooncake.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent, read_batch
 from mooncake.kv_events.publisher import allow_ipv6
 from mooncake.log import get_logger
 from mooncake.security.http_auth import HttpClientAuth
-from mooncake.types import InstanceId
+from mooncake.types import InstanceId, Tier
 
 log = get_logger(__name__)
 
@@ -73,6 +83,13 @@ _replay_retries = Counter(
     registry=metrics.registry,
 )
 
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""An idle connection is tested after 10 s, and made anew when three tests 5 s apart fail."""
 REPLAY_TIMEOUT_S = 3.0
 _REPLAY_TRIES = 5
 SOURCES_PAUSE_S = 5.0
@@ -165,7 +182,7 @@ class EventReader:
             if groups.refusal:
                 continue
             blocks = [one for one in run if not isinstance(one, AllBlocksCleared)]
-            events = [one for one in blocks if one.locality != "REMOTE"]  # that store publishes these itself
+            events = [one for one in blocks if not is_remote(one)]
             if not groups.is_plain:
                 facts += groups.facts(events)
                 continue
@@ -219,8 +236,8 @@ class GaplessStream:
 
     async def begin(self) -> None:
         """Forget everything known of the publisher, and read all that it can replay."""
-        _post_all(self._post, self._reader.restart())
-        await _catch_up(self._context, self._reader, self._source, self._post)
+        self._post_all(self._reader.restart())
+        await self._catch_up()
 
     async def take(self, frames: list[bytes], was_lost: bool = False) -> None:
         """Read one message; ``was_lost``: the connection broke since the previous one."""
@@ -240,15 +257,76 @@ class GaplessStream:
         if is_restart:
             log.info("kv_events_restarted", instance=instance)
             _restarts.inc()
-            _post_all(self._post, reader.restart())
+            self._post_all(reader.restart())
         if sequence > reader.next_sequence:
             log.info("kv_events_gap", instance=instance, first=reader.next_sequence, last=sequence - 1)
-            await _catch_up(self._context, reader, self._source, self._post)
+            has_all = await self._catch_up()
             is_whole = sequence <= reader.next_sequence
-            _gaps.labels("replayed" if is_whole else "lost").inc()
+            _gaps.labels("replayed" if has_all and is_whole else "lost").inc()
             if not is_whole:  # no hints are better than stale ones
-                _post_all(self._post, reader.restart())
-        _post_all(self._post, reader.read_or_skip(sequence, payload))
+                self._post_all(reader.restart())
+        self._post_all(reader.read_or_skip(sequence, payload))
+
+    async def _catch_up(self) -> bool:
+        """Read all that the publisher can replay from the reader's next sequence on. Returns whether all that
+        was read before still counts.
+
+        A replay that lacks batches, or that stops, is requested again from where it was whole: the queues on
+        its way drop what they have no room for while one of both processes is slow. Returns with a warning
+        when several requests in a row bring nothing.
+        """
+        endpoint, has_all = self._source.replay_endpoint, True
+        num_idle = 0
+        while endpoint is not None and num_idle < _REPLAY_TRIES:
+            before = self._reader.next_sequence
+            is_whole, is_continued = await self._replay(endpoint)
+            has_all = has_all and is_continued
+            if is_whole:
+                return has_all
+            _replay_retries.inc()
+            num_idle = num_idle + 1 if self._reader.next_sequence == before else 0
+        if num_idle:
+            log.warning("kv_event_replay_timed_out", endpoint=endpoint)
+        return has_all
+
+    async def _replay(self, endpoint: str) -> tuple[bool, bool]:
+        """Request one replay. Returns whether it came without gaps and to its end, and whether it continues
+        what was read before."""
+        reader, is_continued = self._reader, True
+        dealer = self._context.socket(zmq.DEALER)  # one for each request: a late answer is not read
+        try:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.RCVHWM, 100_000)
+            allow_ipv6(dealer, endpoint)
+            dealer.connect(endpoint)
+            await dealer.send_multipart([b"", reader.next_sequence.to_bytes(8, "big")])
+            for number in itertools.count(1):
+                # Polled twice, as the loop may have been busy all that time with what is there to be read.
+                if not (await dealer.poll(int(REPLAY_TIMEOUT_S * 1000)) or await dealer.poll(0)):
+                    return False, is_continued
+                frames = await dealer.recv_multipart()
+                if len(frames) < 2 or len(frames[-2]) != 8:
+                    return False, is_continued
+                sequence = int.from_bytes(frames[-2], "big", signed=True)
+                if sequence < 0:
+                    return True, is_continued
+                if number == 1 and reader.next_sequence and sequence != reader.next_sequence:
+                    # The batches in between are gone for good, and what they removed is not known; or a
+                    # summary of the present content begins here.
+                    is_continued = False
+                    self._post_all(reader.restart())
+                elif number > 1 and sequence > reader.next_sequence:
+                    return False, is_continued
+                self._post_all(reader.read_or_skip(sequence, frames[-1]))
+                if not number % _BATCHES_PER_TURN:
+                    await asyncio.sleep(0)  # reading what is there does not yield, and a replay has thousands
+        finally:
+            dealer.close()
+        raise AssertionError("the loop has no end")
+
+    def _post_all(self, facts: list[Fact]) -> None:
+        for fact in facts:
+            self._post(fact)
 
 
 async def subscribe(
@@ -259,6 +337,10 @@ async def subscribe(
     try:
         subscriber.setsockopt(zmq.LINGER, 0)
         subscriber.setsockopt(zmq.RCVHWM, 100_000)
+        # Nothing is sent to a publisher: that its host is lost, or that a firewall has forgotten the
+        # connection, would never be noticed.
+        for option, value in _KEEPALIVE.items():
+            subscriber.setsockopt(option, value)
         subscriber.setsockopt_string(zmq.SUBSCRIBE, source.topic)
         # A publisher that restarts may have counted beyond our position before we are connected again, so
         # that its numbers alone would look like a small gap: a lost connection counts as a restart.
@@ -332,61 +414,70 @@ async def _drained(monitor: zmq.asyncio.Socket) -> bool:
     return was_lost
 
 
-async def _catch_up(
-    context: zmq.asyncio.Context, reader: EventReader, source: EventSource, post: Callable[[Fact], None]
-) -> None:
-    """Read all that the publisher can replay from the reader's next sequence on.
+# --- the ranks of one engine
 
-    A replay that lacks batches, or that stops, is requested again from where it was whole: the queues on its
-    way drop what they have no room for while one of both processes is slow. Returns with a warning when
-    several requests in a row bring nothing.
+
+_Place = tuple[str, Tier]
+"""A scope and a tier."""
+
+_IS_HELD = np.array([False, True])
+
+
+class RankHoldings:
+    """Passes the facts of an engine's data-parallel ranks on as those of one instance.
+
+    Each rank has a cache of its own and publishes its own events, but a request names the engine, which
+    chooses the rank. So a block is held as long as any rank has it, and what one rank forgets is gone only
+    as far as no other has it.
     """
-    num_idle = 0
-    while source.replay_endpoint is not None and num_idle < _REPLAY_TRIES:
-        before = reader.next_sequence
-        if await _replay(context, reader, source.replay_endpoint, post):
+
+    def __init__(self, post: Callable[[Fact], None]) -> None:
+        self._post = post
+        self._held: dict[int, dict[_Place, KeyTable]] = {}  # by rank: 1 for each of its blocks
+        self._counts: dict[_Place, KeyTable] = {}  # how many ranks hold each block
+
+    def take(self, rank: int, fact: Fact) -> None:
+        """Take what the events of one rank say of the instance."""
+        if isinstance(fact, BlocksStored):
+            self._store(rank, fact)
+        elif isinstance(fact, BlocksRemoved):
+            table = self._held.get(rank, {}).get((fact.scope, fact.tier))
+            if table is not None:
+                self._remove(table, table.find(key_column(fact.keys)), fact)
             return
-        _replay_retries.inc()
-        num_idle = num_idle + 1 if reader.next_sequence == before else 0
-    if num_idle:
-        log.warning("kv_event_replay_timed_out", endpoint=source.replay_endpoint)
+        elif isinstance(fact, BlocksCleared):
+            held = self._held.pop(rank, {})
+            if self._held:
+                self._clear(held, fact.instance, fact.reason)
+                return
+            self._counts.clear()
+        self._post(fact)
 
+    def _store(self, rank: int, fact: BlocksStored) -> None:
+        place = fact.scope, fact.tier
+        table = self._held.setdefault(rank, {}).setdefault(place, KeyTable())
+        counts = self._counts.setdefault(place, KeyTable())
+        found = table.find(key_column(fact.keys))
+        counted = counts.find(found.keys)
+        counts.put(counted, counted.values + (found.values == 0))
+        table.put(found, np.ones_like(found.values))
 
-async def _replay(
-    context: zmq.asyncio.Context, reader: EventReader, endpoint: str, post: Callable[[Fact], None]
-) -> bool:
-    """Request one replay; returns whether it came without gaps and to its end."""
-    dealer = context.socket(zmq.DEALER)  # one for each request: a late answer to an earlier one is not read
-    try:
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RCVHWM, 100_000)
-        allow_ipv6(dealer, endpoint)
-        dealer.connect(endpoint)
-        await dealer.send_multipart([b"", reader.next_sequence.to_bytes(8, "big")])
-        for number in itertools.count(1):
-            # Polled twice, because the loop may have been busy all that time with what is there to be read.
-            if not (await dealer.poll(int(REPLAY_TIMEOUT_S * 1000)) or await dealer.poll(0)):
-                return False
-            frames = await dealer.recv_multipart()
-            if len(frames) < 2 or len(frames[-2]) != 8:
-                return False
-            sequence = int.from_bytes(frames[-2], "big", signed=True)
-            if sequence < 0:
-                return True
-            # Older batches than the first one may be gone for good; those between two are not.
-            if number > 1 and sequence > reader.next_sequence:
-                return False
-            _post_all(post, reader.read_or_skip(sequence, frames[-1]))
-            if not number % _BATCHES_PER_TURN:
-                await asyncio.sleep(0)  # reading what is there does not yield, and a replay has thousands
-    finally:
-        dealer.close()
-    raise AssertionError("the loop has no end")
+    def _remove(self, table: KeyTable, found: KeyLookup, fact: BlocksRemoved) -> None:
+        """Remove blocks of one rank, and pass on those that no other has."""
+        counts = self._counts[fact.scope, fact.tier]
+        was_held = found.values != 0
+        counted = counts.find(found.keys)
+        rest = counted.values - was_held
+        table.put(found, np.zeros_like(found.values))
+        counts.put(counted, rest)
+        gone: Keys = found.keys[was_held & (rest == 0)]
+        if len(gone):
+            self._post(msgspec.structs.replace(fact, keys=gone.tolist()))
 
-
-def _post_all(post: Callable[[Fact], None], facts: list[Fact]) -> None:
-    for fact in facts:
-        post(fact)
+    def _clear(self, held: dict[_Place, KeyTable], instance: InstanceId, reason: str) -> None:
+        for (scope, tier), table in held.items():
+            found = table.find(table.keys_with(_IS_HELD))
+            self._remove(table, found, BlocksRemoved(instance, [], tier, scope, reason))
 
 
 # --- all publishers of one conductor
@@ -466,7 +557,7 @@ class EventSubscriptions:
 
     async def _follow(self, instance: InstanceId) -> None:
         if instance in self._given:
-            answer = _Sources([self._given[instance]], is_ours=False)
+            answer = _Sources([*self._given[instance]], is_ours=False)
         else:
             answer = await self._known_sources(instance)
         self.identities[instance] = answer.kv_identity
@@ -478,8 +569,15 @@ class EventSubscriptions:
         if not answer.sources:
             self._post(Silent(instance))
             return
+        posts = [self._post]
+        if len(answer.sources) > 1:
+            holdings = RankHoldings(self._post)
+            posts = [partial(holdings.take, rank) for rank in range(len(answer.sources))]
         await self._gather(
-            [self._one(instance, source.with_host_of(instance), answer.is_ours) for source in answer.sources]
+            [
+                self._one(instance, source.with_host_of(instance), answer.is_ours, post)
+                for source, post in zip(answer.sources, posts, strict=True)
+            ]
         )
 
     async def _gather(self, followings: Sequence[Awaitable[None]]) -> None:
@@ -492,14 +590,17 @@ class EventSubscriptions:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _one(self, instance: InstanceId, source: EventSource, is_ours: bool) -> None:
+    async def _one(
+        self, instance: InstanceId, source: EventSource, is_ours: bool, post: Callable[[Fact], None]
+    ) -> None:
+        """Follow one publisher of an instance."""
         if is_ours:
-            await subscribe(self._context, EventReader(instance), source, self._post)
+            await subscribe(self._context, EventReader(instance), source, post)
             return
         reader = EventReader(instance, EngineKeys(self._settings.block_tokens))
         listener = self._listener_for(source)
         if listener is None:
-            await subscribe(self._context, reader, source, self._post)
+            await subscribe(self._context, reader, source, post)
         elif listener.expects(source.topic):
             reason = (
                 f"another engine that connects here has the topic {source.topic!r}, too: give each its own"
@@ -507,7 +608,7 @@ class EventSubscriptions:
             log.warning("kv_events_ignored", instance=instance, reason=reason)
             self._post(Silent(instance))
         else:
-            await listener.follow(reader, source, self._post)
+            await listener.follow(reader, source, post)
 
     def _listener_for(self, source: EventSource) -> EventListener | None:
         """The listener for a publisher that connects; None when the publisher listens itself."""
@@ -585,11 +686,11 @@ class _EngineSource(msgspec.Struct):
         return is_tcp and not any(any_address in self.endpoint for any_address in ("*", "::"))
 
 
-def read_sources(given: Sequence[str]) -> dict[InstanceId, EventSource]:
-    """``host:port=endpoint[=replay endpoint]`` by instance."""
-    found: dict[InstanceId, EventSource] = {}
+def read_sources(given: Sequence[str]) -> dict[InstanceId, list[EventSource]]:
+    """``host:port=endpoint[=replay endpoint]`` by instance, one for each of its data-parallel ranks."""
+    found: dict[InstanceId, list[EventSource]] = {}
     for one in given:
         instance, _, endpoints = one.partition("=")
         endpoint, _, replay = endpoints.partition("=")
-        found[instance] = EventSource(endpoint, replay or None)
+        found.setdefault(instance, []).append(EventSource(endpoint, replay or None))
     return found

@@ -97,7 +97,7 @@ class SchedulingSettings:
     "Endpoint for engines that connect here to publish KV events; empty: the address that they name."
 
     event_sources: tuple[str, ...] = ()
-    "KV events of engines that name none: `host:port=tcp://host:5557`, and `=tcp://host:5558` for replay."
+    "KV events of engines that name none: `host:port=tcp://host:5557[=tcp://host:5558]`, one for each rank."
 
     assumed_tokens: Annotated[int, Meta(ge=0)] = 262_144
     "Tokens of its prompts whose KV an instance without KV events is assumed to keep."

@@ -8,7 +8,7 @@ and all of its configuration only in its development mode; SGLang has one page o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ async def read_metrics(http: HttpProbe, server: HttpServerAt) -> MetricsPage | N
 
 
 async def read_engine(
-    http: HttpProbe, server: HttpServerAt, role: str, given: Mapping[str, EventSource]
+    http: HttpProbe, server: HttpServerAt, role: str, given: Mapping[str, Sequence[EventSource]]
 ) -> tuple[EngineFacts, MetricsPage | None]:
     """The facts of one engine, without any prompt. ``given``: publishers that the operator named."""
     facts = EngineFacts(server.address, role=role)
@@ -103,7 +103,7 @@ async def _read_pages(
     server: HttpServerAt,
     facts: EngineFacts,
     models: Mapping[str, Any],
-    given: Mapping[str, EventSource],
+    given: Mapping[str, Sequence[EventSource]],
 ) -> MetricsPage | None:
     _read_models(facts, models)
     page, version, sources, info = await asyncio.gather(
@@ -149,10 +149,10 @@ def _read_models(facts: EngineFacts, found: Mapping[str, Any]) -> None:
         facts.max_model_len = length if isinstance(length, int) else None
 
 
-def _read_sources(facts: EngineFacts, found: Any, given: Mapping[str, EventSource]) -> None:
+def _read_sources(facts: EngineFacts, found: Any, given: Mapping[str, Sequence[EventSource]]) -> None:
     """Publishers in the forms of our workers and of vLLM, as ``event_subscriptions.py`` reads them."""
     if facts.address in given:
-        facts.publishers = [_publisher(facts.address, given[facts.address])]
+        facts.publishers = [_publisher(facts.address, source) for source in given[facts.address]]
         return
     if not isinstance(found, dict):
         return

@@ -13,6 +13,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -22,7 +25,14 @@ import zmq.asyncio
 from aiohttp import web
 
 from mooncake.conductor import event_subscriptions
-from mooncake.conductor.event_subscriptions import EventListener, EventReader, EventSource, subscribe
+from mooncake.conductor.event_subscriptions import (
+    EventListener,
+    EventReader,
+    EventSource,
+    GaplessStream,
+    RankHoldings,
+    subscribe,
+)
 from mooncake.conductor.key_translation import EngineKeys, Fact
 from mooncake.conductor.messages import (
     AddInstance,
@@ -31,6 +41,7 @@ from mooncake.conductor.messages import (
     BlocksStored,
     PrefixWindows,
     RemoveInstance,
+    Silent,
 )
 from mooncake.conductor.prefix_index import PrefixIndex
 from mooncake.conductor.server import ConductorService
@@ -63,6 +74,15 @@ def stored(*hashes: bytes, medium: str = "GPU") -> BlockStored:
     )
 
 
+def apply(index: PrefixIndex, fact: Fact) -> None:
+    if isinstance(fact, BlocksStored):
+        index.store(fact.instance, fact.keys, fact.tier, fact.scope)
+    elif isinstance(fact, BlocksRemoved):
+        index.remove(fact.instance, fact.keys, fact.tier, fact.scope, fact.reason)
+    elif isinstance(fact, BlocksCleared):
+        index.clear(fact.instance)
+
+
 class Follower:
     """Applies a source's events to an index, as the conductor does."""
 
@@ -74,13 +94,8 @@ class Follower:
         )
 
     def take(self, fact: Fact) -> None:
-        if isinstance(fact, BlocksStored):
-            self.index.store(fact.instance, fact.keys, fact.tier, fact.scope)
-        elif isinstance(fact, BlocksRemoved):
-            self.index.remove(fact.instance, fact.keys, fact.tier, fact.scope, fact.reason)
-        else:
-            self.num_clears += 1
-            self.index.clear(fact.instance)
+        self.num_clears += isinstance(fact, BlocksCleared)
+        apply(self.index, fact)
 
     def has(self, *hashes: bytes, scope: str = "") -> bool:
         return all(self.index.matches([short_key(one)], scope) for one in hashes)
@@ -205,6 +220,22 @@ async def test_a_restarted_publisher_starts_over(context: zmq.asyncio.Context) -
     await second.close()
 
 
+async def test_a_connection_that_is_idle_is_tested(
+    publisher: WorkerKvEventPublisher, context: zmq.asyncio.Context
+) -> None:
+    """Else the end of a publisher whose host was lost would not be noticed."""
+    assert publisher.source is not None
+    source = EventSource(publisher.source.endpoint, None, publisher.source.topic)
+    follower = Follower(context, source)
+    await until(lambda: follower.has(END), poke=lambda: publisher.publish([stored(END)]))
+    port = f":{int(source.endpoint.rpartition(':')[2]):04X}"
+    table = await asyncio.to_thread(Path("/proc/net/tcp").read_text)
+    rows = [line.split() for line in table.splitlines()]
+    [timer] = {row[5] for row in rows if row[2].endswith(port) and row[3] == "01"}
+    assert timer.startswith("02:"), "the timer of keepalive"
+    await follower.stop()
+
+
 class Replayer:
     """A publisher's replay that answers each request as the test says; its live batches never come."""
 
@@ -255,11 +286,53 @@ async def test_what_is_missing_of_a_replay_is_requested_again(
     replayer = Replayer(context, answers)
     follower = Follower(context, replayer.source)
     await until(lambda: follower.has(HASHES[3]))
-    assert follower.has(HASHES[0], HASHES[1])
-    assert follower.has(HASHES[2]) is any(2 in answer for answer in answers)
+    is_whole = any(2 in answer for answer in answers)  # else what it removed is not known
+    assert follower.has(HASHES[0], HASHES[1], HASHES[2]) is is_whole
+    assert follower.has(HASHES[0]) is is_whole
     assert replayer.asked_for == asked_for
     await follower.stop()
     replayer.task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("kept", "known"),
+    [(range(1, 4), [0, 1, 2, 3]), (range(2, 4), [2, 3]), (range(4), [0, 1, 2, 3])],
+    ids=["all", "not the first missing one", "a summary with lower numbers"],
+)
+async def test_a_gap_whose_first_batches_are_gone_clears_the_hints(
+    kept: range, known: list[int], context: zmq.asyncio.Context
+) -> None:
+    """Batch 1 removed a block; a publisher that no longer keeps it replays the later ones."""
+
+    def payload(number: int) -> bytes:
+        removed: dict[str, object] = {"type": "BlockRemoved", "block_hashes": [END]}
+        stores = {"type": "BlockStored", "block_hashes": [HASHES[number]]} | EMPTY
+        return batch(*([removed] * (number == 1)), stores)
+
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+
+    async def replay() -> None:
+        who, _, _ = await router.recv_multipart()
+        for number in [*kept, -1]:
+            sequence = number.to_bytes(8, "big", signed=True)
+            await router.send_multipart([who, b"", b"", sequence, payload(number) if number >= 0 else b""])
+
+    index, reader = PrefixIndex(), EventReader("w")
+    post = partial(apply, index)
+    source = EventSource(free_endpoint(), f"tcp://127.0.0.1:{port}")
+    stream = GaplessStream(context, reader, source, post)
+    lost = event_subscriptions._gaps.labels("lost")
+    before = lost._value.get()
+    for fact in reader.read(0, batch({"type": "BlockStored", "block_hashes": [HASHES[0], END]} | EMPTY)):
+        post(fact)
+    task = asyncio.get_running_loop().create_task(replay())
+    await stream.take([b"", (3).to_bytes(8, "big"), payload(3)])
+    await task
+    held = [number for number in range(4) if index.matches([KEYS[number]])]
+    assert held == known and reader.next_sequence == 4
+    assert not index.matches([short_key(END)])
+    assert lost._value.get() - before == (kept != range(1, 4))
 
 
 async def test_a_publisher_that_never_replays_is_followed_all_the_same(
@@ -428,6 +501,58 @@ async def test_a_master_of_the_store_is_followed_like_a_worker(context: zmq.asyn
         await events.close()
         await client.close()
         await server.close()
+
+
+# --- the ranks of one engine
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_block_is_held_as_long_as_a_rank_has_it(seed: int) -> None:
+    random, index = Random(seed), PrefixIndex()
+    holdings = RankHoldings(partial(apply, index))
+    held: list[set[tuple[int, Tier]]] = [set() for _ in range(40)]
+    for _ in range(300):
+        rank, tier = random.randrange(40), random.choice([Tier.DEVICE, Tier.MEMORY])
+        keys = random.sample(range(1, 30), 5)
+        match random.choice("ssrrc"):
+            case "s":
+                holdings.take(rank, BlocksStored("e", keys, tier))
+                held[rank] |= {(key, tier) for key in keys}
+            case "r":
+                holdings.take(rank, BlocksRemoved("e", keys, tier))
+                held[rank] -= {(key, tier) for key in keys}
+            case "c":
+                holdings.take(rank, BlocksCleared("e"))
+                held[rank].clear()
+        together = set[tuple[int, Tier]]().union(*held)
+        for key in range(1, 30):
+            match = index.match([key])
+            tiers = match.tiers_of(index.slots["e"])[0] if "e" in index.slots else 0
+            found = {(key, one) for bit, one in enumerate(Tier) if tiers >> bit & 1}
+            assert found == {one for one in together if one[0] == key}, f"seed {seed}"
+    index.check()
+
+
+def test_facts_that_are_no_blocks_are_passed_on() -> None:
+    facts: list[Fact] = []
+    holdings = RankHoldings(facts.append)
+    sent: list[Fact] = [BlocksCleared("e", "restarted"), PrefixWindows("e", []), Silent("e")]
+    for fact in sent:
+        holdings.take(0, fact)
+    assert facts == sent
+    holdings.take(1, BlocksRemoved("e", [1]))
+    assert facts == sent, "no rank had it"
+
+
+def test_the_reason_of_a_clear_is_that_of_the_removals() -> None:
+    facts: list[Fact] = []
+    holdings = RankHoldings(facts.append)
+    holdings.take(0, BlocksStored("e", [1, 2]))
+    holdings.take(1, BlocksStored("e", [2, 3]))
+    holdings.take(0, BlocksCleared("e", "restarted"))
+    assert facts[2:] == [BlocksRemoved("e", [1], reason="restarted")]
+    holdings.take(1, BlocksCleared("e", "restarted"))
+    assert facts[3:] == [BlocksCleared("e", "restarted")]
 
 
 # --- all publishers of one conductor
@@ -657,6 +782,31 @@ async def test_where_an_engine_publishes_can_be_set() -> None:
     await engine.store(0)
     async with service_of(engine, event_sources=(f"{engine.address}={endpoint}={replay}",)) as service:
         await until(lambda: has(service, engine, 2))
+
+
+async def test_the_ranks_of_an_engine_are_one_instance() -> None:
+    """Each has a publisher, as set; what one of them clears the other still has."""
+    first, second = Engine(names_sources=False), Engine(names_sources=False)
+    for engine in (first, second):
+        await engine.start()
+        await engine.store(0)
+    await second.store(1)
+    ranks = [
+        [engine.config[name].replace("*", "127.0.0.1") for name in ("endpoint", "replay_endpoint")]
+        for engine in (first, second)
+    ]
+    sources = tuple(f"{first.address}={endpoint}={replay}" for endpoint, replay in ranks)
+    async with service_of(first, event_sources=sources) as service:
+        await until(lambda: has(service, first, 4))
+
+        async def is_cleared() -> bool:
+            await second.publish({"type": "AllBlocksCleared"})
+            return await has(service, first, 2)
+
+        await until(is_cleared)
+        await first.publish({"type": "BlockRemoved", "block_hashes": [100], "medium": "GPU"})
+        await until(lambda: has(service, first, 0))
+    await second.stop()
 
 
 @pytest.mark.parametrize("given", ["tcp://a:1", "a=tcp://a:1", "a:1", "a:1=5557"])

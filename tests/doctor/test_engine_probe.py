@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -68,10 +68,10 @@ async def a_server(
 
 
 async def facts_of(
-    pages: Mapping[str, Any], status: int = 200, given: EventSource | None = None
+    pages: Mapping[str, Any], status: int = 200, given: Sequence[EventSource] = ()
 ) -> EngineFacts:
     async with a_server(pages, status) as server, HttpProbe(Identity(), 5.0) as http:
-        sources = {} if given is None else {server.address: given}
+        sources = {server.address: given} if given else {}
         facts, _ = await read_engine(http, server, "decode", sources)
         assert facts.address == server.address
         return facts
@@ -156,9 +156,10 @@ async def test_what_has_no_list_of_models_is_no_engine(page: Any) -> None:
 
 
 async def test_publishers_that_the_operator_names() -> None:
-    given = EventSource("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
+    """One for each rank."""
+    given = [EventSource("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5559"), EventSource("tcp://10.0.0.1:5558")]
     facts = await facts_of({"/v1/models": models("sglang", "m")}, given=given)
-    assert facts.publishers is not None and facts.publishers[0].replay_endpoint == "tcp://10.0.0.1:5558"
+    assert [one.replay_endpoint for one in facts.publishers or ()] == ["tcp://10.0.0.1:5559", ""]
 
 
 async def test_refusals() -> None:
