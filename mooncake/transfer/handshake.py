@@ -226,6 +226,13 @@ class HandshakeClient:
         for other in surplus:
             other.close()
 
+    def drop(self, address: str) -> None:
+        """Close the connection to an address that will not be used soon."""
+        with self._lock:
+            client = self._clients.pop(address, None)
+        if client is not None:
+            client.close()
+
     def _drop(self, address: str, client: BlockingClient) -> None:
         with self._lock:
             if self._clients.get(address) is client:

@@ -47,6 +47,13 @@ from mooncake.transfer.transports import (
 
 log = get_logger(__name__)
 
+KEPT_SEGMENTS = 64
+"""Segments that are kept although no caller may hold them; beyond it, a new one takes the place of idle ones.
+
+Peers that restart under other names would otherwise leave connections here that nothing closes."""
+IDLE_S = 600.0
+"""Seconds without being opened after which a segment is idle."""
+
 ANOTHER_RAIL_STATUSES = RETRIED_STATUSES | {TIMED_OUT}
 """Statuses after which another rail is tried."""
 
@@ -72,6 +79,8 @@ class RemoteSegment:
         "Usable paths, best first: schemes, and with several devices `scheme@rail` for each of their pairs."
         self.source = ""
         "The name that it was opened by; empty when it was opened by descriptor."
+        self.opened_at = 0.0
+        "Instant at which it was opened last, by whichever name or descriptor."
         self.reason = ""
         "Reason of the last failure, as far as it is known."
         self.may_be_stale = False
@@ -283,7 +292,11 @@ class PeerTable:
         self._host = host
         self._transports = transports
         self._client = client
-        self._opened: dict[tuple[str, int], RemoteSegment] = {}
+        self._opened: weakref.WeakValueDictionary[tuple[str, int], RemoteSegment] = (
+            weakref.WeakValueDictionary()
+        )
+        self._kept: dict[tuple[str, int], RemoteSegment] = {}
+        """Those of ``_opened`` that stay although no caller may hold them."""
         self._named: dict[str, tuple[RemoteSegment, float]] = {}
         self._lock = threading.Lock()
         self._refusal = ""
@@ -295,14 +308,17 @@ class PeerTable:
 
     def open(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """See ``TransferEngine.open``."""
+        idle: list[RemoteSegment] = []  # closed at the end, because that may take a while
         with self._lock:
             if self._refusal:
                 raise Unavailable(f"open {descriptor.name}: {self._refusal}")
             key = (descriptor.name, descriptor.epoch)
             segment = self._opened.get(key)
             if segment is None:
-                for known in [known for known in self._opened if known[0] == descriptor.name]:
-                    del self._opened[known]  # it restarted; callers may keep the old one
+                for known in [known for known in self._kept if known[0] == descriptor.name]:
+                    del self._opened[known]
+                    idle.append(self._kept.pop(known))  # it restarted; callers may keep the old one
+                idle += self._take_idle()
                 available = tuple(self._transports)
                 schemes = common_schemes(descriptor, self._host, str(os.getpid()), available)
                 if "rdma" in available and "rdma" not in schemes:
@@ -314,12 +330,29 @@ class PeerTable:
                 )
             elif segment.descriptor != descriptor:
                 segment.renew(descriptor)
-            return segment
+            self._kept[key] = segment
+            segment.opened_at = time.monotonic()
+        for other in idle:
+            self._client.drop(other.descriptor.handshake)
+            self._client.drop(other.source)
+        return segment
+
+    def _take_idle(self) -> list[RemoteSegment]:
+        """With the lock held: take out those that were not opened for longest, while there are many."""
+        num_surplus = min(2, len(self._kept) + 1 - KEPT_SEGMENTS)
+        if num_surplus <= 0:
+            return []
+        before = time.monotonic() - IDLE_S
+        idle = [key for key, segment in self._kept.items() if segment.opened_at < before]
+        idle.sort(key=lambda key: self._kept[key].opened_at)
+        taken = [self._kept.pop(key) for key in idle[:num_surplus]]
+        self._named = {name: known for name, known in self._named.items() if known[0] not in taken}
+        return taken
 
     def forget(self, segment: RemoteSegment) -> None:
         """See ``TransferEngine.forget``."""
         with self._lock:
-            self._opened.pop((segment.name, segment.descriptor.epoch), None)
+            self._drop(segment.descriptor)
             self._named = {name: known for name, known in self._named.items() if known[0] is not segment}
         segment.close()
 
@@ -330,6 +363,7 @@ class PeerTable:
         for segment in list(self._opened.values()):
             segment.close()
         self._opened.clear()
+        self._kept.clear()
         self._named.clear()
 
     def leave_to_parent(self) -> None:
@@ -339,7 +373,7 @@ class PeerTable:
         """
         self._lock = threading.Lock()
         self._refusal = "this engine is that of the process that forked this one; make another one here"
-        for segment in self._opened.values():
+        for segment in list(self._opened.values()):
             segment.leave_to_parent(self._refusal)
 
     def require_name_service(self) -> NameService:
@@ -354,7 +388,9 @@ class PeerTable:
         if known is not None and known.may_be_stale:
             known = None
         if known is not None:
-            if time.monotonic() < until:
+            now = time.monotonic()
+            if now < until:
+                known.opened_at = now
                 return known
             self._prolong(name, known)  # other threads use it during the lookup, which may take long
         try:
@@ -379,6 +415,12 @@ class PeerTable:
             if self._named.get(name, (None, 0.0))[0] is known:
                 self._named[name] = known, time.monotonic() + self._settings.metadata_cache_s
 
+    def _drop(self, descriptor: SegmentDescriptor) -> None:
+        """With the lock held: open another segment for this peer next time."""
+        key = (descriptor.name, descriptor.epoch)
+        self._opened.pop(key, None)
+        self._kept.pop(key, None)
+
     def can_refresh(self, segment: RemoteSegment) -> bool:
         """Whether the segment's current descriptor can be queried."""
         return not segment.is_replaced and bool(segment.descriptor.handshake or segment.source)
@@ -397,7 +439,7 @@ class PeerTable:
             segment.reason = f"nothing is published under the name {segment.source} now"
         elif current.epoch != peer.epoch:
             with self._lock:
-                self._opened.pop((peer.name, peer.epoch), None)
+                self._drop(peer)
             segment.replace(
                 f"{peer.name} was restarted, and addresses in it are no longer valid; "
                 "open it again and ask it for its addresses"

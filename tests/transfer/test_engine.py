@@ -28,6 +28,7 @@ from mooncake.transfer import (
     crc32c,
     crc32c_columns,
     crc32c_combine,
+    peers,
 )
 from mooncake.transfer.host import host_identity, reachable_host
 from mooncake.transfer.name_service import metadata_key
@@ -166,6 +167,27 @@ def test_a_restarted_peer_takes_the_place_of_the_old(near: TransferEngine) -> No
             done = near.run(Op.WRITE, segments[-1], [here.address], [pool.address], [10])
             assert done.status == Status.OK
     assert segments[0] is not segments[1] and "segments=1" in repr(near)
+
+
+def test_peers_that_restart_under_other_names_leave_no_connections(
+    near: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "KEPT_SEGMENTS", 3)
+    monkeypatch.setattr(peers, "IDLE_S", 0.0)
+    here, num_files = near.allocate(4096), []
+    held = None
+    for number in range(12):
+        with TransferEngine(TransferSettings(name=f"far-{number}", handshake_port=0)) as far:
+            pool = far.register(bytearray(4096))
+            segment = near.open(far.describe())
+            assert near.run(Op.WRITE, segment, [here.address], [pool.address], [10]).status == Status.OK
+            assert near.probe(far.handshake) is not None
+            if held is None:
+                held, described = segment, far.describe()
+        num_files.append(len(os.listdir("/proc/self/fd")))
+    assert "segments=4" in repr(near), "three are kept, this test holds one more"
+    assert num_files[-1] <= num_files[5] + 1
+    assert held is not None and near.open(described) is held
 
 
 def test_ipv6() -> None:
