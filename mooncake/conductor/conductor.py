@@ -39,6 +39,7 @@ from mooncake.conductor.messages import (
     Event,
     Failed,
     Fetch,
+    FetchMeasured,
     Finished,
     InstanceStatus,
     Moved,
@@ -134,6 +135,7 @@ class Conductor:
             ChunkMeasured: self._chunk_measured,
             StepMeasured: self._step_measured,
             TransferMeasured: self._transfer_measured,
+            FetchMeasured: self._fetch_measured,
             BlocksStored: self._blocks_stored,
             BlocksRemoved: self._blocks_removed,
             BlocksCleared: self._blocks_cleared,
@@ -736,6 +738,14 @@ class Conductor:
         source, target = self.instances.get(event.source), self.instances.get(event.target)
         if source is not None and target is not None:
             self.predict.links.add(source.slot, target.slot, event.size_bytes, event.seconds)
+        return []
+
+    def _fetch_measured(self, event: FetchMeasured, now: float) -> list[Effect]:
+        instance = self.instances.get(event.instance)
+        if instance is not None and self._pool_slot >= 0:
+            size_bytes = event.num_tokens * self.predict.costs.kv_bytes_per_token
+            # Not general: it may come from an SSD, and one slow loader would slow all that is pushed.
+            self.predict.links.add(self._pool_slot, instance.slot, size_bytes, event.seconds, False)
         return []
 
     def _finished(self, event: Finished, now: float) -> list[Effect]:

@@ -120,6 +120,15 @@ class TransferMeasured(msgspec.Struct, frozen=True, array_like=True, tag=True):
     seconds: float
 
 
+class FetchMeasured(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """``instance`` loaded the KV of ``num_tokens`` from the pool. In tokens, since fetches are predicted from
+    tokens, and how many bytes these have depends on the model."""
+
+    instance: InstanceId
+    num_tokens: int
+    seconds: float
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request failed through the fault of ``instance``."""
 
@@ -257,6 +266,7 @@ Event = (
     | ChunkMeasured
     | StepMeasured
     | TransferMeasured
+    | FetchMeasured
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
@@ -464,6 +474,7 @@ ReportedFact = (
     | ChunkMeasured
     | StepMeasured
     | TransferMeasured
+    | FetchMeasured
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
@@ -526,6 +537,7 @@ ACCESS: dict[type[msgspec.Struct], frozenset[Level]] = {
     ChunkMeasured: NODES,
     StepMeasured: NODES,
     TransferMeasured: NODES,
+    FetchMeasured: NODES,
     BlocksStored: NODES,
     BlocksRemoved: NODES,
     BlocksCleared: NODES,

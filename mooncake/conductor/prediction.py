@@ -337,8 +337,9 @@ class BandwidthEstimates:
             source.estimates = None
         self.egress_free_at[slot] = self.ingress_free_at[slot] = self.ssd_free_at[slot] = -math.inf
 
-    def add(self, source: int, target: int, size_bytes: int, seconds: float) -> None:
-        """Add one transfer as a sample; an impossible duration is ignored."""
+    def add(self, source: int, target: int, size_bytes: int, seconds: float, is_general: bool = True) -> None:
+        """Add one transfer as a sample; an impossible duration is ignored. ``is_general``: paths from sources
+        that have no samples are estimated from it, too."""
         if not 0 < seconds < math.inf or size_bytes <= 0:
             return
         if size_bytes <= _LATENCY_BYTES:
@@ -350,7 +351,8 @@ class BandwidthEstimates:
         if known is None:
             path = np.full(len(self.egress_free_at), per_byte)
             known = self._sources[source] = _LinkSource(per_byte, path)
-        self.s_per_byte += _TRANSFER_WEIGHT * (per_byte - self.s_per_byte)
+        if is_general:
+            self.s_per_byte += _TRANSFER_WEIGHT * (per_byte - self.s_per_byte)
         known.s_per_byte += _TRANSFER_WEIGHT * (per_byte - known.s_per_byte)
         before = known.path_s_per_byte[target] if known.num_samples[target] else per_byte
         known.path_s_per_byte[target] = before + _TRANSFER_WEIGHT * (per_byte - before)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -42,6 +42,7 @@ from mooncake.conductor.messages import (
     Effect,
     Event,
     Failed,
+    FetchMeasured,
     Finished,
     FoundSpans,
     GetSpans,
@@ -436,17 +437,26 @@ def read_engine_memory(page: bytes) -> KvMemoryStats | None:
 
 def new_samples(
     stats: StepStats, before: StepStats | None, instance: InstanceId
-) -> Iterator[ChunkMeasured | StepMeasured]:
+) -> Iterator[ChunkMeasured | StepMeasured | FetchMeasured]:
     """The rows that ``before`` did not have. A restarted worker counts from zero again."""
-    if before is None or stats.num_chunks < before.num_chunks or stats.num_steps < before.num_steps:
+    if before is None or any(new < old for new, old in zip(_counts(stats), _counts(before), strict=True)):
         before = StepStats()
     for first, num_tokens, seconds in _newest(stats.chunks, stats.num_chunks - before.num_chunks):
         yield ChunkMeasured(instance, first, num_tokens, seconds)
     for num_requests, num_tokens, seconds in _newest(stats.steps, stats.num_steps - before.num_steps):
         yield StepMeasured(instance, num_requests, num_tokens, seconds)
+    for num_tokens, seconds in _newest(stats.loads, stats.num_loads - before.num_loads):
+        yield FetchMeasured(instance, num_tokens, seconds)
 
 
-def _newest(rows: list[tuple[int, int, float]], num: int) -> list[tuple[int, int, float]]:
+_Row = TypeVar("_Row")
+
+
+def _counts(stats: StepStats) -> tuple[int, int, int]:
+    return stats.num_chunks, stats.num_steps, stats.num_loads
+
+
+def _newest(rows: list[_Row], num: int) -> list[_Row]:
     return rows[-num:] if num > 0 else []
 
 
@@ -560,6 +570,7 @@ _FACTS = (
     ChunkMeasured,
     StepMeasured,
     TransferMeasured,
+    FetchMeasured,
     AddInstance,
     RemoveInstance,
     Drain,

@@ -46,6 +46,12 @@ class KvLoad(Protocol):
         """Whether the load no longer writes into the pool: everything arrived, or it failed."""
         ...
 
+    @property
+    def moved(self) -> tuple[int, float] | None:
+        """Tokens whose KV came from the cache, and the seconds that this took; valid once done. None: it says
+        nothing of how fast the cache is."""
+        ...
+
 
 class KvSave(Protocol):
     """A transfer of blocks out of the pool."""

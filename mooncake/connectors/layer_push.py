@@ -535,6 +535,10 @@ class PushedLoad:
         """Set only once nothing writes to the blocks."""
         return self.done and bool(self.reason)
 
+    @property
+    def moved(self) -> None:
+        """Nothing: most of its time the other engine computes."""
+
     def advance(self, num_layers: int) -> None:
         with self.arrived:
             self.num_layers_loaded = max(self.num_layers_loaded, num_layers)

@@ -149,17 +149,23 @@ class LoadPiece:
 class StoreLoad:
     """A transfer of some blocks into the pool, in parts: one for each piece, segment and layer.
 
-    ``is_bad``: the load was refused, and no part will arrive.
+    ``is_bad``: the load was refused, and no part will arrive. ``num_tokens``: those of its blocks.
     """
 
-    def __init__(self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False) -> None:
+    def __init__(
+        self, num_layers: int, num_parts: int, deadline: float, is_bad: bool = False, num_tokens: int = 0
+    ) -> None:
         self.claim = Claim("load", deadline)
         self.num_layers_loaded = 0
         """Leading layers in the pool, or on their way there on the device, which can wait for them."""
         self.arrived = threading.Condition()
         self.held: list[StagedBlocks] = []
         """Host memory of the pieces that have begun."""
-        self._is_bad = is_bad or not self.claim.enter(clock.monotonic(), num_layers * num_parts)
+        self._num_tokens = num_tokens
+        self._began = clock.monotonic()
+        self._seconds = 0.0
+        """From its beginning to the end of its latest part."""
+        self._is_bad = is_bad or not self.claim.enter(self._began, num_layers * num_parts)
         self._num_missing = [num_parts] * num_layers
         self.claim.close()
 
@@ -182,6 +188,10 @@ class StoreLoad:
         """Whether some layer is missing or wrong; set only once the load no longer writes into the pool."""
         return self._is_bad and self.done
 
+    @property
+    def moved(self) -> tuple[int, float] | None:
+        return None if self._is_bad else (self._num_tokens, self._seconds)
+
     def land(self, layer: int, good: bool) -> bool:
         """Record the arrival of one part of ``layer``. True if this is the first that is not good."""
         with self.arrived:
@@ -198,6 +208,7 @@ class StoreLoad:
 
     def leave(self) -> None:
         """Record that one part writes nothing more."""
+        self._seconds = clock.monotonic() - self._began  # before the load may be seen as done
         self.claim.leave()
         with self.arrived:
             self.arrived.notify_all()
@@ -428,7 +439,7 @@ class StoreLink:
             LoadPiece(block_ids[cut], grants[cut], lengths[cut], num_layers, after, held) for cut in cuts
         ]
         num_parts = sum(len(piece.parts) for piece in pieces)
-        load = StoreLoad(num_layers, num_parts, clock.monotonic() + patience_s)
+        load = StoreLoad(num_layers, num_parts, clock.monotonic() + patience_s, num_tokens=sum(lengths))
         if load.done:
             log.warning("load_refused", reason="its lease has lapsed", num_blocks=len(block_ids))
             if held is not None:

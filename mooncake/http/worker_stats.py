@@ -62,8 +62,8 @@ class ResumedStats(msgspec.Struct, frozen=True):
 
 
 class StepStats(msgspec.Struct):
-    """The latest steps. ``num_chunks`` and ``num_steps`` count all steps since the start, so that a reader
-    knows which of the rows are new to it."""
+    """The latest steps and loads. ``num_chunks``, ``num_steps`` and ``num_loads`` count all since the start,
+    so that a reader knows which of the rows are new to it."""
 
     num_chunks: _Count = 0
     chunks: list[tuple[_Count, _Count, float]] = []
@@ -71,6 +71,9 @@ class StepStats(msgspec.Struct):
     num_steps: _Count = 0
     steps: list[tuple[_Count, _Count, float]] = []
     "Number of requests, tokens of their contexts, seconds."
+    num_loads: _Count = 0
+    loads: list[tuple[_Count, float]] = []
+    "Tokens whose KV was loaded from the pool, seconds. Loads that failed are not among them."
 
 
 class KvMemoryStats(msgspec.Struct, frozen=True):

@@ -202,12 +202,13 @@ def prompt_stats_of(request: Request) -> PromptStats | None:
 
 
 class StepLog:
-    """Log of the latest steps, written by the engine's thread and read by any."""
+    """Log of the latest steps and loads, written by the engine's thread and read by any."""
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
-        self._num_chunks = self._num_steps = 0
+        self._loads: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self._num_chunks = self._num_steps = self._num_loads = 0
 
     def note(self, step: Step, seconds: float) -> None:
         """Record a step that took ``seconds``. Prompts that shared it have parts of it by their tokens: under
@@ -241,10 +242,16 @@ class StepLog:
         self._chunks.append((first, num_tokens, seconds))
         self._num_chunks += 1
 
+    def note_load(self, num_tokens: int, seconds: float) -> None:
+        """Record a load from the pool that has arrived."""
+        self._loads.append((num_tokens, seconds))
+        self._num_loads += 1
+
     def read(self) -> StepStats:
         # A row that is added between two of these lines is read next time.
-        num_chunks, num_steps = self._num_chunks, self._num_steps
-        return StepStats(num_chunks, list(self._chunks), num_steps, list(self._steps))
+        num_chunks, num_steps, num_loads = self._num_chunks, self._num_steps, self._num_loads
+        chunks, steps, loads = list(self._chunks), list(self._steps), list(self._loads)
+        return StepStats(num_chunks, chunks, num_steps, steps, num_loads, loads)
 
 
 class Engine:
@@ -274,7 +281,9 @@ class Engine:
         """Digest of the weights; only a ``QuietChange`` replaces it."""
         self._clock = now
         self._traffic = (
-            KvTransfers(link, self.scheduler, pushing, runner.layout.num_layers) if link is not None else None
+            KvTransfers(link, self.scheduler, pushing, runner.layout.num_layers, self.step_log.note_load)
+            if link is not None
+            else None
         )
         self._can_push = pushing is not None
         self._pipeline = pipeline

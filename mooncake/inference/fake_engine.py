@@ -269,6 +269,10 @@ class FaultyLoad:
     def done(self) -> bool:
         return self.real.done
 
+    @property
+    def moved(self) -> tuple[int, float] | None:
+        return self.real.moved
+
 
 class FaultyLink:
     """``link`` with ``faults`` in its loads. ``flip(block id, layer)`` inverts a bit of the pool."""

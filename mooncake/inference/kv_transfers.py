@@ -17,7 +17,7 @@ link can not begin is one that has failed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mooncake import clock
 from mooncake.connectors.kv_link import AnyLink, AnyPushingLink, KvLoad, KvLookup, KvSave
@@ -63,15 +63,22 @@ class ActivePush:
 class KvTransfers:
     """Lookups, loads, saves and pushes of one engine; all calls but ``begin_loads`` come from its thread.
 
-    ``pushing``: ``link``, if it pushes, with the number of the model's layers.
+    ``pushing``: ``link``, if it pushes, with the number of the model's layers. ``on_loaded``: called with the
+    tokens and seconds of each load from the external cache that has arrived.
     """
 
     def __init__(
-        self, link: AnyLink, scheduler: Scheduler, pushing: AnyPushingLink | None = None, num_layers: int = 1
+        self,
+        link: AnyLink,
+        scheduler: Scheduler,
+        pushing: AnyPushingLink | None = None,
+        num_layers: int = 1,
+        on_loaded: Callable[[int, float], None] = lambda num_tokens, seconds: None,
     ) -> None:
         self._link = link
         self._pushing = pushing
         self._num_layers = num_layers
+        self._on_loaded = on_loaded
         self._scheduler = scheduler
         self._pushes: list[ActivePush] = []
         """Pushes whose steps have run."""
@@ -178,7 +185,7 @@ class KvTransfers:
             return
         _end(entry.mark, failed=entry.load.failed)
         if entry.load.done:
-            self._scheduler.release(entry.block_ids)
+            self._ended(entry)
         else:
             if entry.is_pushed and self._pushing is not None:
                 self._pushing.withdraw(entry.load)
@@ -297,7 +304,13 @@ class KvTransfers:
         ended = [entry for entry in self._ending_loads if entry.load.done]
         for entry in ended:
             self._ending_loads.remove(entry)
-            self._scheduler.release(entry.block_ids)
+            self._ended(entry)
+
+    def _ended(self, entry: ActiveLoad) -> None:
+        """A load no longer writes into its blocks."""
+        self._scheduler.release(entry.block_ids)
+        if (moved := entry.load.moved) is not None:
+            self._on_loaded(*moved)
 
 
 def _end(mark: Mark | None, **attributes: int | bool) -> None:

@@ -28,6 +28,7 @@ from mooncake.conductor.messages import (
     Effect,
     Failed,
     Fetch,
+    FetchMeasured,
     Finished,
     Moved,
     Place,
@@ -311,6 +312,30 @@ def test_what_the_store_has_need_not_be_computed(conductor: Conductor) -> None:
     assert [(one.source, one.first_block, one.num_blocks) for one in decision.fetches] == [(POOL, 0, 4)]
     assert decision.num_cached_tokens == 64
     assert decided(conductor, "other", num_tokens=64_000, keys=[1, 2]).fetches == []
+
+
+def test_of_a_slow_pool_is_loaded_what_comes_in_time(conductor: Conductor) -> None:
+    """A load is predicted with what the instance's own loads have taken."""
+    add(conductor, "p1", "p2", "d1")
+    conductor.handle(FetchMeasured("p1", 1000, 9.0), 0.0)  # before the pool is known
+    prompts = [[key ^ number for key in KEYS] for number in range(4)]
+    for keys in prompts:
+        conductor.handle(BlocksStored(POOL, keys, Tier.MEMORY, "kv/abc"), 0.0)
+
+    def num_loaded(number: int, exclude: str) -> int:
+        decision = decided(conductor, f"r{number}", keys=prompts[number], num_tokens=2000, exclude=[exclude])
+        conductor.handle(Finished(f"r{number}"), 1.0)
+        assert all(one.source == POOL for one in decision.fetches)
+        return sum(one.num_blocks for one in decision.fetches)
+
+    assert (num_loaded(0, "p2"), num_loaded(1, "p1")) == (4, 4)
+    for _ in range(8):
+        conductor.handle(FetchMeasured("gone", 1000, 1e-6), 1.0)
+        conductor.handle(FetchMeasured("p2", 1000, 0.01), 1.0)
+        conductor.handle(FetchMeasured("p1", 1000, 9.0), 1.0)
+    assert (num_loaded(2, "p2"), num_loaded(3, "p1")) == (1, 4)
+    assert conductor.predict.links.s_per_byte == 1e-10, "other paths are as before"
+    conductor.check()
 
 
 def test_lower_priority_numbers_go_first(conductor: Conductor) -> None:

@@ -24,6 +24,7 @@ from mooncake.conductor.messages import (
     ChunkMeasured,
     Decision,
     Drain,
+    FetchMeasured,
     Finished,
     Moved,
     Place,
@@ -445,6 +446,11 @@ def test_rows_are_read_once() -> None:
     assert list(new_samples(first, first, "p")) == []
     later = StepStats(4, [*first.chunks, (0, 7, 0.1)], 1, first.steps)
     assert list(new_samples(later, first, "p")) == [ChunkMeasured("p", 0, 7, 0.1)]
+    loaded = read_step_stats(b'{"measured": {"num_loads": 9, "loads": [[1000, 0.5], [3000, 0.25]]}}')
+    assert loaded is not None
+    loads = [FetchMeasured("p", 1000, 0.5), FetchMeasured("p", 3000, 0.25)]
+    assert list(new_samples(loaded, None, "p")) == loads
+    assert list(new_samples(loaded, StepStats(num_loads=8), "p")) == loads[1:]
 
 
 def test_a_restarted_worker_counts_from_the_start() -> None:
@@ -452,6 +458,8 @@ def test_a_restarted_worker_counts_from_the_start() -> None:
     assert list(new_samples(restarted, StepStats(50, [(0, 1, 0.1)], 9, []), "p")) == [
         ChunkMeasured("p", 0, 7, 0.1)
     ]
+    restarted = StepStats(num_loads=1, loads=[(5, 0.1)])
+    assert list(new_samples(restarted, StepStats(num_loads=2), "p")) == [FetchMeasured("p", 5, 0.1)]
 
 
 async def test_nothing_is_kept_of_an_instance_that_left(service: ConductorService, worker: Worker) -> None:

@@ -207,6 +207,9 @@ async def test_one_worker_loads_blocks_that_another_saved(cluster: Cluster, is_s
     before = reader.pool.clone()
     load = await reader.load(lookup, [1, 10, 4])
     assert (load.failed, load.num_layers_loaded) == (False, LAYOUT.num_layers)
+    assert load.moved is not None
+    num_loaded, seconds = load.moved
+    assert num_loaded == 10 and 0 < seconds < TIMEOUT_S
     for target, source, num_tokens in ((1, 7, 4), (10, 2, 4), (4, 5, 2)):
         assert torch.equal(reader.pool[:, :, target, :num_tokens], writer.pool[:, :, source, :num_tokens])
     untouched = [block for block in range(NUM_BLOCKS) if block not in (1, 10, 4)]
@@ -232,7 +235,7 @@ async def test_a_load_that_can_not_be_submitted_fails(
 
     monkeypatch.setattr(worker.link, "_submit_load", broken)
     load = await worker.load(lookup, [3, 4])
-    assert load.failed and load.done and load.claim.num_inside == 0
+    assert load.failed and load.done and load.claim.num_inside == 0 and load.moved is None
     monkeypatch.undo()
     again = await worker.load(await worker.lookup([(first, 4), (second, 4)]), [3, 4])
     assert not again.failed and torch.equal(worker.pool[:, :, 3], worker.pool[:, :, 1])

@@ -38,6 +38,10 @@ class DictionaryLoad:
     def done(self) -> bool:
         return self.failed or self.num_layers_loaded == self.num_layers
 
+    @property
+    def moved(self) -> tuple[int, float] | None:
+        return None if self.failed else (sum(one.shape[2] for one in self.objects), 0.25)
+
 
 @dataclasses.dataclass
 class DictionarySave:

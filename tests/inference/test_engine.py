@@ -399,6 +399,36 @@ def test_only_steps_without_a_wait_for_layers_are_logged(llama: Reference) -> No
         assert engine.step_log.read().num_steps == num_logged, num_layers
 
 
+def test_loads_are_logged_that_have_arrived(llama: Reference) -> None:
+    """One that fails says nothing of the pool's speed; one whose request has gone says as much as others."""
+    prompt = prompt_of(3 * BLOCK)
+    source = DictionaryLink()
+    run(make_engine(llama, source), greedy(prompt, 1, save_tail=True))
+    link = DictionaryLink(source.objects)
+    engine = make_engine(llama, link)
+    run(engine, greedy(prompt, 1, name="arrives"))
+    log = engine.step_log.read()
+    assert (log.num_loads, log.loads) == (1, [(3 * BLOCK, 0.25)])
+    link.fail_at_layer = 1
+    engine = make_engine(llama, link)
+    run(engine, greedy(prompt, 1, name="fails"))
+    assert engine.step_log.read().num_loads == 0
+    link = DictionaryLink(source.objects, is_eager=False)
+    engine = make_engine(llama, link)
+    engine.add(greedy(prompt, 1, name="goes"))
+    engine.step()
+    link.answer(link.lookups[-1])
+    engine.step()
+    engine.abort("goes")
+    engine.step()
+    assert engine.step_log.read().num_loads == 0
+    while not link.loads[-1].done:
+        link.load_layer(link.loads[-1])
+    engine.step()
+    engine.step()
+    assert engine.step_log.read().loads == [(3 * BLOCK, 0.25)]
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_failed_load_is_recomputed_and_disturbs_no_other(

@@ -23,6 +23,7 @@ from mooncake.conductor.messages import (
     BlocksStored,
     Decision,
     Fetch,
+    FetchMeasured,
     Finished,
     Prefilled,
     Refuse,
@@ -271,7 +272,9 @@ class DisaggregatedCluster(ServingCluster):
         num_known = len(node.cache.match(keys))
         node.cache.unpin(node.cache.keep(keys[num_known:]))
         self.post_block_events(node.id, node.cache)
-        if source is not node and not isinstance(source, StorePool):
+        if isinstance(source, StorePool):
+            self.post(FetchMeasured(node.id, (end - first) * self.cluster.block_tokens, now - began_at))
+        elif source is not node:
             size_bytes = (end - first) * self._block_bytes
             self.post(TransferMeasured(source.id, node.id, size_bytes, now - began_at))
         request.num_fetching -= 1
