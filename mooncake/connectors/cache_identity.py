@@ -66,6 +66,12 @@ MODEL_OPTIONS = (
 CACHE_OPTIONS = ("cache_dtype", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill")
 """Fields of vLLM's cache configuration that change the values in the cache or their layout."""
 
+DRAFT_OPTIONS = (
+    *("method", "kv_cache_dtype", "parallel_drafting", "use_heterogeneous_vocab"),
+    *("draft_tensor_parallel_size", "index_share_for_mtp_iteration"),
+)
+"""Fields of vLLM's speculative configuration that change the KV of a draft model, or its layout."""
+
 _ROPE_OF_ANY_LENGTH = {
     *("default", "linear", "ntk", "dynamic", "llama3", "yarn", "proportional"),
     *("deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4", "bailing_mrope", "openpangu"),
@@ -329,6 +335,35 @@ def model_weights(config: Any, extra: Mapping[str, Any], engine_id: str = "") ->
         unknown=vllm_weights_unknown(load),
         is_sampled=is_sampled(extra),
     )
+
+
+def vllm_draft_facts(config: Any, extra: Mapping[str, Any]) -> dict[str, object]:
+    """Further facts of a rank whose blocks have KV of a draft model; empty where none drafts.
+
+    A wrong draft's KV changes no token, but hardly any of the tokens that it proposes would be accepted. A
+    ``weights_digest`` in ``extra`` stands for the draft model's weights, too.
+    """
+    speculative = getattr(config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft is config.model_config:  # nothing drafts, or what needs no model (ngram)
+        return {}
+    load = getattr(speculative, "draft_load_config", None) or config.load_config
+    weights = extra.get("weights_digest") or weights_of(
+        draft.model,
+        f"engine {config.kv_transfer_config.engine_id}",
+        revision=draft.revision,
+        cache_dir=load.download_dir,
+        unknown=vllm_weights_unknown(load),
+        is_sampled=is_sampled(extra),
+    )
+    facts = {
+        "weights": weights,
+        "config": _config_digest(draft),
+        **_options(speculative, DRAFT_OPTIONS),
+        **_options(draft, MODEL_OPTIONS),
+        **_length_facts(draft),
+    }
+    return {f"draft_{name}": value for name, value in facts.items()}
 
 
 def vllm_weights_unknown(load: Any) -> str:

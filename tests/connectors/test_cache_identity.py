@@ -29,6 +29,7 @@ from mooncake.connectors.cache_identity import (
     rank_facts,
     sglang_facts,
     shard_facts,
+    vllm_draft_facts,
     weights_of,
 )
 from mooncake.errors import InvalidArgument, ModelError
@@ -496,6 +497,55 @@ def test_a_draft_model_counts_with_its_weights(tmp_path: Path) -> None:
     assert draft_facts({}, arguments) != before, "other weights under the same path"
     arguments.speculative_draft_load_format = "dummy"
     assert draft_facts({}, arguments) != draft_facts({}, arguments), "random weights"
+
+
+def with_draft(folder: Path, change: str = "", value: object = None) -> Any:
+    """vLLM's configuration with a draft model; a change names a field of it or of speculative decoding."""
+    draft = vllm_config(model=str(folder)).model_config
+    fields = {
+        "draft_model_config": draft,
+        "draft_load_config": None,
+        "method": "eagle",
+        "kv_cache_dtype": None,
+    }
+    config = vllm_config()
+    config.speculative_config = types.SimpleNamespace(**fields, parallel_drafting=False)
+    part = draft if change in vars(draft) else config.speculative_config
+    if change:
+        setattr(part, change, value)
+    return config
+
+
+def test_a_draft_model_of_vllm_counts_with_its_weights(tmp_path: Path) -> None:
+    folder = model(tmp_path / "a")
+    before = vllm_draft_facts(with_draft(folder), {})
+    assert vllm_draft_facts(with_draft(model(tmp_path / "copy")), {}) == before
+    assert vllm_draft_facts(with_draft(model(tmp_path / "b", "one number")), {}) != before
+    random = types.SimpleNamespace(download_dir=None, load_format="dummy")
+    one, other = (with_draft(folder, "draft_load_config", random) for _ in range(2))
+    other.kv_transfer_config.engine_id = "other"
+    assert vllm_draft_facts(one, {}) != vllm_draft_facts(other, {}), "random weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("method", "eagle3"), ("kv_cache_dtype", "fp8"), ("parallel_drafting", True)),
+        *(("use_heterogeneous_vocab", True), ("quantization", "fp8"), ("dtype", "float32")),
+        *(("draft_tensor_parallel_size", 2), ("index_share_for_mtp_iteration", True)),
+    ],
+)
+def test_each_option_of_vllms_draft_model_is_a_fact(tmp_path: Path, name: str, value: object) -> None:
+    folder = model(tmp_path / "a")
+    assert vllm_draft_facts(with_draft(folder, name, value), {}) != vllm_draft_facts(with_draft(folder), {})
+
+
+def test_without_a_draft_model_vllms_facts_are_as_before() -> None:
+    config = vllm_config()
+    assert vllm_draft_facts(config, {}) == {}
+    for draft in (None, config.model_config):  # ngram has the model's own configuration
+        config.speculative_config = types.SimpleNamespace(draft_model_config=draft)
+        assert vllm_draft_facts(config, {}) == {}
 
 
 def test_a_part_of_the_heads_is_named_so_that_servers_of_other_sizes_find_it() -> None:

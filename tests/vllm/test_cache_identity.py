@@ -11,7 +11,7 @@ import dataclasses
 
 import pytest
 
-from mooncake.connectors.cache_identity import CACHE_OPTIONS, ENCODER_OPTIONS, MODEL_OPTIONS
+from mooncake.connectors.cache_identity import CACHE_OPTIONS, DRAFT_OPTIONS, ENCODER_OPTIONS, MODEL_OPTIONS
 
 COUNTED = {
     "ModelConfig": {
@@ -27,6 +27,12 @@ COUNTED = {
         *("block_size", "kv_cache_layout", "prefix_caching_hash_algo"),
     },
     "MultiModalConfig": {*ENCODER_OPTIONS},
+    "SpeculativeConfig": {
+        *DRAFT_OPTIONS,
+        *("draft_model_config", "draft_load_config"),  # by their own fields
+        *("model", "revision", "code_revision", "quantization"),  # of the draft's configuration
+        "attention_backend",  # by the description of each layer
+    },
 }
 """Fields that decide a block's identity, or that of an encoder's output."""
 
@@ -81,6 +87,20 @@ CHANGES_NO_VALUES = {
         *("skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb", "mm_encoder_only"),
         # Tensor parallelism, which is none of an encoder's facts, and a file that is written.
         *("mm_encoder_tp_mode", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
+    },
+    "SpeculativeConfig": {
+        # How many tokens are proposed, and which of them are accepted.
+        *("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "enable_adaptive_verification"),
+        *("rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+        *("draft_sample_method", "dspark_draft_topk", "use_local_argmax_reduction"),
+        # Without a draft model.
+        *("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth"),
+        *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
+        "suffix_decoding_min_token_prob",
+        # How it is run. The draft's length is in its own configuration where it counts.
+        *("enforce_eager", "tensor_parallel_size", "moe_backend", "max_model_len"),
+        *("disable_padded_drafter_batch", "disable_eagle_block_drop"),
+        *("target_model_config", "target_parallel_config", "draft_parallel_config"),
     },
 }
 

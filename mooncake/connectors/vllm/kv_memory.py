@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.connectors.block_transfer import Shards
-from mooncake.connectors.cache_identity import Rank, model_weights, num_shards, rank_facts
+from mooncake.connectors.cache_identity import Rank, model_weights, num_shards, rank_facts, vllm_draft_facts
 from mooncake.connectors.cuda_device import device_of
 from mooncake.connectors.device_streams import KvDevice
 from mooncake.connectors.memory import HostMemory, SlabMemory, memory_of, order_of
@@ -120,6 +120,7 @@ def registered_memory(
     layout, memory = memory_of(tensors, num_blocks, spec.block_size, count, heads_dim, block_strides)
     weights = model_weights(config, extra)
     facts = rank_facts(config, vllm_version, weights, list(kv_caches), backends)
+    facts |= vllm_draft_facts(config, extra)
     total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
     heads = Rank(get_tensor_model_parallel_rank(), tp_size).heads(total, count)
     shards = [ForeignIdentity.of(layout, heads=f"{first}:{end} of {total}", **facts) for first, end in heads]
