@@ -191,7 +191,7 @@ ALERTS = (
         "mooncake_security_certificate_remaining_seconds < 30 * 86400",
         "1h",
         "warning",
-        "A program's certificate ends within thirty days: nothing connects to the program afterwards.",
+        "A certificate ends within thirty days: nothing connects afterwards to the programs that use it.",
     ),
     Alert(
         "MooncakeUnexpectedEvents",

@@ -51,7 +51,7 @@ from mooncake.http.openai import (
 from mooncake.http.server import HttpServer, listen, listen_for_metrics
 from mooncake.http.sse import EventStreamResponse, StreamOutcome
 from mooncake.log import get_logger
-from mooncake.security import Identity, check_address, is_loopback, process_identity
+from mooncake.security import Identity, check_address, is_loopback, process_identity, show_remaining
 
 log = get_logger(__name__)
 
@@ -159,6 +159,7 @@ def tls_of(settings: GatewaySettings, identity: Identity) -> ssl.SSLContext | No
         context.load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ValueError) as error:
         raise InvalidArgument("https_cert", cert, f"a PEM certificate with its key ({error})") from error
+    show_remaining(cert)
     return context
 
 
@@ -377,6 +378,15 @@ _TAKES_OBJECT: dict[str, Any] = {
 }
 
 
+async def _fronts_engines(gateway: Gateway) -> bool:
+    """Whether requests go to other engines. Raises ApiError, 503, while no instance has shown what it is."""
+    if await gateway.fronts_engines():
+        return True
+    if gateway.settings.protocol == "auto" and gateway.backends.are_own_workers is None:
+        raise await gateway.no_instance()
+    return False
+
+
 async def _relay(
     gateway: Gateway,
     http: Request,
@@ -387,10 +397,7 @@ async def _relay(
     _authenticate(gateway, http)
     check_content_type(http.headers)
     content = await read_body(http, gateway.settings.max_body_bytes)
-    if not await gateway.fronts_engines():
-        if gateway.settings.protocol == "auto" and gateway.backends.are_own_workers is None:
-            message = "no instance has answered yet, so the APIs that they have are unknown"
-            raise ApiError(503, message, code="no_instance", retry_after_s=1.0)
+    if not await _fronts_engines(gateway):
         message = (
             f"{_endpoint(http)} is not served: the workers behind this gateway are mooncake workers, which "
             "have /v1/completions and /v1/chat/completions; other engines, such as vLLM, may have more"
@@ -411,7 +418,7 @@ async def _dispatch(
     check_content_type(http.headers)
     content = await read_body(http, gateway.settings.max_body_bytes)
     content = await cleaned(gateway.hygiene_rules, http, content)
-    if await gateway.fronts_engines():
+    if await _fronts_engines(gateway):
         api = CHAT if _endpoint(http) == CHAT.path else COMPLETIONS
         response = await serve_any_engine(gateway, http, api, content)
     else:

@@ -25,7 +25,7 @@ from mooncake.gateway.prompts import Tokenizing
 from mooncake.http.server import HttpServer, listen_for_metrics
 from mooncake.log import get_logger
 from mooncake.rpc.client import split_address
-from mooncake.security import Identity, is_loopback, process_identity
+from mooncake.security import Identity, is_loopback, process_identity, show_remaining
 
 log = get_logger(__name__)
 
@@ -165,6 +165,8 @@ async def serve(settings: EppSettings) -> None:
         await gateway.start()
         await operator_server.start()
         port = await server.start(f"{settings.host}:{settings.port}", tls)
+        if settings.server_cert:
+            show_remaining(settings.server_cert)
         if settings.health_address:
             await server.start_health(settings.health_address)
         log.info(

@@ -20,6 +20,7 @@ from mooncake.security.identity import (
     is_loopback,
     keep_upstream_defaults,
     process_identity,
+    show_remaining,
     tool_identity,
     warn_if_open,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "is_loopback",
     "keep_upstream_defaults",
     "process_identity",
+    "show_remaining",
     "tool_identity",
     "warn_if_open",
 ]

@@ -36,7 +36,7 @@ from mooncake.security.principal import Principal, Role
 from mooncake.security.request_signature import Signer, Verifier
 from mooncake.security.tls_contexts import (
     certificate_digest,
-    certificate_end,
+    certificate_ends,
     client_context,
     server_context,
 )
@@ -50,7 +50,7 @@ CREDENTIAL_OPTIONS = (
 
 _certificate_remaining = Gauge(
     "mooncake_security_certificate_remaining_seconds",
-    "Time until the end of this process's certificate, by its file.",
+    "Time until the end of a certificate that this process shows or verifies others with, by its file.",
     ["file"],
     registry=metrics.registry,
 )
@@ -251,8 +251,22 @@ def install_identity(identity: Identity | None) -> None:
 def _show_remaining(identity: Identity | None) -> None:
     _certificate_remaining.clear()
     if identity is not None and identity.has_tls:
-        ends = certificate_end(identity.settings)
-        _certificate_remaining.labels(identity.settings.tls_cert).set_function(lambda: ends - clock.wall())
+        show_remaining(identity.settings.tls_cert)
+        # While authorities change there are two: the last to end is the one that goes on.
+        _show_end(identity.settings.tls_ca, max(certificate_ends(identity.settings.tls_ca)))
+
+
+def show_remaining(file: str) -> None:
+    """Have the metrics page show when the first certificate in ``file`` ends, which this process shows.
+
+    OpenSSL has loaded the file.
+    """
+    if ends := certificate_ends(file):  # none in the format of OpenSSL's own
+        _show_end(file, ends[0])
+
+
+def _show_end(file: str, ends: float) -> None:
+    _certificate_remaining.labels(file).set_function(lambda: ends - clock.wall())
 
 
 def tool_identity() -> Identity:

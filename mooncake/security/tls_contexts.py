@@ -69,13 +69,24 @@ def _filled(settings: TlsFiles, context: ssl.SSLContext) -> ssl.SSLContext:
 
 def certificate_digest(settings: TlsFiles) -> bytes:
     """SHA-256 of the certificate that its owner presents: the first in its file."""
-    return hashlib.sha256(_certificate(settings)).digest()
+    first = _certificates(settings.tls_cert)[0]
+    try:
+        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+    except ValueError as error:
+        raise wrong_file(settings, "tls_cert", str(error)) from error
 
 
-def certificate_end(settings: TlsFiles) -> float:
-    """Time since the epoch, in seconds, at which that certificate ends."""
+def certificate_ends(file: str) -> list[float]:
+    """Times since the epoch, in seconds, at which the certificates in a PEM file end, in its order.
+
+    The file is one that OpenSSL has loaded.
+    """
+    return [_end_of(ssl.PEM_cert_to_DER_cert(one)) for one in _certificates(file)]
+
+
+def _end_of(certificate: bytes) -> float:
     # The library that reads certificates is an extra, and Python's `ssl` shows those of peers only.
-    ((_, signed), *_) = _der_elements(_certificate(settings))
+    ((_, signed), *_) = _der_elements(certificate)
     ((_, content), *_) = _der_elements(signed)
     fields = [(tag, value) for tag, value in _der_elements(content) if tag != _VERSION]
     _, (tag, text) = _der_elements(fields[3][1])  # behind the serial number, the algorithm and the issuer
@@ -86,13 +97,10 @@ def certificate_end(settings: TlsFiles) -> float:
     return ends.replace(tzinfo=datetime.UTC).timestamp()
 
 
-def _certificate(settings: TlsFiles) -> bytes:
-    text = Path(settings.tls_cert).read_text(encoding="ascii", errors="replace")
-    first = text[text.index(CERTIFICATE) :].partition(_END)[0] + _END
-    try:
-        return ssl.PEM_cert_to_DER_cert(first)
-    except ValueError as error:
-        raise wrong_file(settings, "tls_cert", str(error)) from error
+def _certificates(file: str) -> list[str]:
+    """The certificates in a PEM file, which may have keys and text between them."""
+    text = Path(file).read_text(encoding="ascii", errors="replace")
+    return [CERTIFICATE + part.partition(_END)[0] + _END for part in text.split(CERTIFICATE)[1:]]
 
 
 def _der_elements(content: bytes) -> list[tuple[int, bytes]]:

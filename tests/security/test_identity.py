@@ -26,12 +26,13 @@ from mooncake.security import (
     install_identity,
     is_loopback,
     process_identity,
+    show_remaining,
     tool_identity,
 )
 from mooncake.security import identity as module
 from mooncake.security.identity import read_key_file
 from mooncake.security.keys import derive, format_credential, format_secret
-from mooncake.security.tls_contexts import certificate_end
+from mooncake.security.tls_contexts import certificate_ends
 
 SECRET = b"s" * 32
 
@@ -148,8 +149,32 @@ def test_an_end_beyond_2049_is_read(tmp_path: Path) -> None:
     certificate = builder.sign(key, hashes.SHA256())
     file = tmp_path / "late.pem"
     file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    settings = SecuritySettings(str(file), str(tmp_path / "ca.key"), str(tmp_path / "ca.pem"))
-    assert certificate_end(settings) == ends.timestamp()
+    assert certificate_ends(str(file)) == [ends.timestamp()]
+
+
+def test_the_end_of_an_authority_is_a_metric_and_so_is_that_of_another_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with several authorities counts with the one that ends last: the others are being replaced."""
+    for name, days in (("old", 30), ("new", 900)):
+        make(CertsSettings(folder=tmp_path / name, days=days))
+    both = tmp_path / "both.pem"
+    parts = [(tmp_path / name / "ca.pem").read_bytes() for name in ("new", "old")]
+    both.write_bytes(b"the authorities:\n" + b"".join(parts))
+    ends = [x509.load_pem_x509_certificate(part).not_valid_after_utc.timestamp() for part in parts]
+    file, key = (str(tmp_path / "new" / name) for name in ("node.pem", "node.key"))
+    assert certificate_ends(str(both)) == ends and certificate_ends(key) == []
+    name = "mooncake_security_certificate_remaining_seconds"
+    monkeypatch.setattr(clock, "wall", lambda: max(ends) - 5.0)
+    install_identity(Identity(SecuritySettings(file, key, str(both))))
+    assert registry.get_sample_value(name, {"file": str(both)}) == 5.0
+    public = str(tmp_path / "old" / "node.pem")
+    show_remaining(public)
+    show_remaining(key)  # without a certificate
+    shown = registry.get_sample_value(name, {"file": public})
+    assert shown == certificate_ends(public)[0] - clock.wall()
+    assert registry.get_sample_value(name, {"file": key}) is None
+    install_identity(None)
 
 
 def test_nothing_shows_the_key(tmp_path: Path) -> None:
