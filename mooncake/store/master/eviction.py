@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections.abc import Generator, Iterable
 from typing import Literal, TypeAlias
 
@@ -248,14 +249,23 @@ class Eviction:
         return pinned_until != entry[0] if queue.order is EvictionOrder.PINNED else pinned_until > now
 
     def is_blocked(self, stored: StoredObject, extent: Extent) -> bool:
-        """Whether descendants prevent its eviction."""
-        stays_readable = stored.has_slower(extent)
-        for child in self._children.get(stored.key, {}).values():
-            if child is stored or (child.joint is not None and child.joint is stored.joint):
-                continue
-            if not stays_readable or child.complete(extent.segment.tier):
-                return True
-        return False
+        """Whether descendants prevent its eviction.
+
+        Children that don't are moved behind the others: each time one of thousands that have left memory is
+        passed over, all would be until the next one leaves.
+        """
+        children, stays_readable, passed = self._children.get(stored.key, {}), stored.has_slower(extent), 0
+        is_blocked = False
+        for child in children.values():
+            is_joint = child is stored or (child.joint is not None and child.joint is stored.joint)
+            if not is_joint and (not stays_readable or child.complete(extent.segment.tier)):
+                is_blocked = True
+                break
+            passed += 1
+        if is_blocked:
+            for number in list(itertools.islice(children, passed)):
+                children[number] = children.pop(number)
+        return is_blocked
 
     def _end_pins(self, queue: EvictionQueue, now: float) -> None:
         while queue.entries:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -226,6 +227,31 @@ def test_a_descendant_on_disk_keeps_its_ancestor_readable_but_not_in_memory() ->
     table.put("b", 1.0, on_disk=True, parent="a")
     assert table.evict(2.0) == "ba"
     assert table.evict(2.0, 9, table.disk) == "BA"
+
+
+def test_children_that_have_left_memory_are_not_passed_over_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A common beginning has thousands of continuations, and is tried after each of them has left memory."""
+    num_looked_at, complete = 0, StoredObject.complete
+
+    def counted(stored: StoredObject, tier: Tier | None = None) -> list[Extent]:
+        nonlocal num_looked_at
+        num_looked_at += 1
+        return complete(stored, tier)
+
+    monkeypatch.setattr(StoredObject, "complete", counted)
+    table = Table("chain")
+    table.put("a", 0.0, on_disk=True)
+    for number in range(1000):
+        table.put(f"k{number}", 1.0 + number, on_disk=True, parent="a")
+    evicted: list[str] = []
+    for victim, extent in table.eviction.victims((table.a,), 5000.0, None):
+        table.drop(victim, extent, 5000.0)
+        evicted.append(victim.key)
+    assert evicted == [*(f"k{number}" for number in range(1000)), "a"]
+    assert num_looked_at < 20_000
+    table.check()
 
 
 def test_removed_objects_do_not_pile_up() -> None:
