@@ -92,10 +92,11 @@ class NodeRequests:
         """The largest object id that a node may report."""
         return max(MAX_ID, self._catalog.objects.last_id)
 
-    def report(self, message: m.ReportContents, _: Received, now: float) -> m.Reported | Failure:
+    def report(self, message: m.ReportContents, event: Received, now: float) -> m.Reported | Failure:
         segment = self._catalog.segments.find(message.segment, message.epoch)
         if segment is None:
             return Failure("not_found", f"segment {message.segment!r} is not mounted; mount it first")
+        self._catalog.segments.reporting(segment, event.connection, now)
         settings = self._catalog.settings
         if segment.wants_report and segment.doubt is not Doubt.END:
             # Any part of it may have been promised; and a report in progress keeps its space. On an SSD

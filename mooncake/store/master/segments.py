@@ -426,6 +426,13 @@ class Segments:
             self._expire_by(now + self._patience_s)
         return segment
 
+    def reporting(self, segment: Segment, connection: Hashable, now: float) -> None:
+        """Enter a part of a report as a sign of life: before the last one, its node sends no heartbeat."""
+        if segment.connection == connection:
+            segment.last_heartbeat_at = now
+            if not segment.is_alive:
+                segment.gone_at = now + self._ttl_s
+
     def find(self, name: str, epoch: int) -> Segment | None:
         segment = self.mounted.get(name)
         return segment if segment is not None and segment.epoch == epoch else None

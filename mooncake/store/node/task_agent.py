@@ -32,7 +32,10 @@ PATIENCE_S = 30.0
 PAUSE_S = 1.0
 """Delay before a failed Poll is repeated."""
 MAX_POLLS = 2
-MAX_REPORT_BYTES = 4 << 20
+MAX_REPORT_BYTES = 512 << 10
+MAX_REPORT_ENTRIES = 1024
+"""Limits of one part of a report. After a master that lost its log, all nodes report at once, take turns, and
+wait for each answer for a limited time only; and unfinished requests of all of them have a common bound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,7 +305,7 @@ def reports(segment: str, epoch: int, entries: Iterable[m.SegmentEntry]) -> list
     num_bytes = 0
     for entry in entries:
         size_bytes = len(entry.key) + len(entry.checksums) + len(entry.group) + len(entry.parent) + 64
-        if parts[-1] and (num_bytes + size_bytes > MAX_REPORT_BYTES or len(parts[-1]) == m.MAX_KEYS):
+        if parts[-1] and (num_bytes + size_bytes > MAX_REPORT_BYTES or len(parts[-1]) == MAX_REPORT_ENTRIES):
             parts.append([])
             num_bytes = 0
         parts[-1].append(entry)

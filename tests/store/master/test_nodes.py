@@ -570,3 +570,20 @@ def test_a_node_that_reports_the_largest_id_excludes_no_other(nodes: Nodes) -> N
     assert nodes.say(honest, "node b 7").refusal is None
     held = reported(nodes, entry("k", last_id), name="c/ssd").held
     assert held.keys() == {last_id}, "and what was put meanwhile is not lost"
+
+
+@pytest.mark.parametrize("pause_s", [1.0, 4.0])
+def test_a_report_that_takes_long_keeps_its_segment_mounted(nodes: Nodes, pause_s: float) -> None:
+    """Millions of objects, or many nodes that report at once: no heartbeat comes before the last part."""
+    mount = m.Mount("a/ssd", 7, "a", BASE, SSD_BYTES, b"", 0.0, Tier.SSD, 5, "a")
+    assert nodes.say(mount, "node").wants_report
+    for number in range(20):
+        nodes.wait(pause_s)
+        part = [entry(f"k{number}", 77 + number, 4096 * number)]
+        assert nodes.say(m.ReportContents("a/ssd", 7, part, number == 19), "node") == m.Reported([])
+    assert nodes.say(m.Heartbeat("a/ssd", 7), "node").is_known
+    assert all(nodes.find(f"k{number}") is not None for number in range(20))
+    nodes.wait(TTL_S)
+    assert nodes.say(m.ReportContents("a/ssd", 7, [], True), "another connection") == m.Reported([])
+    nodes.wait(TTL_S)
+    assert "a/ssd" not in nodes.master.segments.mounted, "its own process is silent"

@@ -26,6 +26,7 @@ from mooncake.store.node.membership import (
     ReplyReceived,
     Send,
 )
+from mooncake.store.node.task_agent import MAX_REPORT_ENTRIES
 from mooncake.types import Tier
 
 MOUNT = m.Mount("a", 7, "h", 4096, 1 << 20, b"descriptor", 0.0)
@@ -138,7 +139,7 @@ def test_a_refused_mount_is_tried_again(member: Member) -> None:
 
 def test_a_requested_report_is_sent_before_the_first_heartbeat() -> None:
     member = Member()
-    held = [m.SegmentEntry(f"k{i}", i, 10, 10, b"crc!", 4096 * i) for i in range(m.MAX_KEYS + 1)]
+    held = [m.SegmentEntry(f"k{i}", i, 10, 10, b"crc!", 4096 * i) for i in range(MAX_REPORT_ENTRIES + 1)]
     about = {"tier": Tier.SSD, "content_id": 5, "node": "n"}
     member.core = Membership(
         "a",
@@ -152,7 +153,8 @@ def test_a_requested_report_is_sent_before_the_first_heartbeat() -> None:
         **about,  # type: ignore[arg-type]
     )
     member.wake()
-    mount = m.Mount("a", 7, "h", 4096, 1 << 20, b"descriptor", 0.0, Tier.SSD, 5, "n", largest_id=m.MAX_KEYS)
+    where = ("a", 7, "h", 4096, 1 << 20, b"descriptor")
+    mount = m.Mount(*where, 0.0, Tier.SSD, 5, "n", largest_id=MAX_REPORT_ENTRIES)
     assert member.post(ConnectionOpened()) == [Send(mount)]
     effects = member.post(ReplyReceived(m.Mounted(None, 0, 1.0, 35.0, wants_report=True)))
     assert effects[1] == Send(m.ReportContents("a", 7, held[:-1], is_last=False))

@@ -8,6 +8,7 @@ from mooncake.machine import Wake
 from mooncake.store import messages as m
 from mooncake.store.node.task_agent import (
     MAX_REPORT_BYTES,
+    MAX_REPORT_ENTRIES,
     PAUSE_S,
     CheckEnded,
     Effect,
@@ -279,8 +280,8 @@ def test_reports_are_split_by_size() -> None:
     parts = reports("a", 7, big)
     assert [len(part.entries) for part in parts] == [1, 1, 1]
     assert [part.is_last for part in parts] == [False, False, True]
-    many = [entry(i) for i in range(m.MAX_KEYS + 1)]
-    assert [len(part.entries) for part in reports("a", 7, many)] == [m.MAX_KEYS, 1]
+    many = [entry(i) for i in range(MAX_REPORT_ENTRIES + 1)]
+    assert [len(part.entries) for part in reports("a", 7, many)] == [MAX_REPORT_ENTRIES, 1]
 
 
 def msgspec_entry(object_id: int, num_bytes: int) -> m.SegmentEntry:
