@@ -5,7 +5,7 @@ An append is one ``write``: data that the kernel has accepted survives the end o
 it survive a loss of power. After a flush that failed it is unknown what of the file is on the disk, and a
 later one that succeeds would not change that: none succeeds until a compaction has written the index to a new
 file. A record that could not be written whole is truncated, because records behind a torn one would be lost
-with it.
+with it. Where the disk refuses that, too, it is truncated before the next append.
 
 A torn tail left by a crash (``frames.py``) is saved beside the file and truncated. Other damage fails the
 start, with the offset, unless repair is enabled: then the file is saved beside it, and a new one is written
@@ -15,6 +15,7 @@ records are bound; a file without the header is of an earlier release and is rew
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 from collections.abc import Iterable
@@ -69,6 +70,8 @@ class SsdIndexLog:
         self._file = folder.directory.open(NAME)
         self._doubtful: File | None = None
         """The file of which it is unknown what is on the disk, because a sync failed."""
+        self._is_torn = False
+        """Part of a record may be behind the last whole one, and must be truncated before the next append."""
         try:
             self._read(repairs)
         except (OSError, MooncakeError):
@@ -209,7 +212,7 @@ class SsdIndexLog:
             log.warning("index_not_compacted", path=str(self._folder.path), reason=str(error))
             return
         self._num_renames += 1  # first: a flush of the new file must also sync the directory
-        old, self._file = self._file, fresh
+        old, self._file, self._is_torn = self._file, fresh, False
         old.close()
         self._framing = self._fresh
         self.index.compacted_to(fresh.size_bytes, self._framing)
@@ -233,12 +236,18 @@ class SsdIndexLog:
         if not content:
             return
         try:
+            if self._is_torn:
+                self._file.truncate(before)
+            self._is_torn = True
             self._file.append(content)
             check_in_place(self._file, self._folder.path / NAME)
         except OSError as error:
-            self._file.truncate(before)
+            with contextlib.suppress(OSError):  # a file system that became read-only refuses this, too
+                self._file.truncate(before)
+                self._is_torn = False
             self.index.num_bytes = before
             raise self._folder.trouble(error) from error
+        self._is_torn = False
         if self._since is not None:
             self._since += self._framing.bodies(content)
 

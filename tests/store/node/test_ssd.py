@@ -245,6 +245,36 @@ def test_an_entry_that_cannot_be_written_is_not_held(
     assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
 
 
+def test_an_index_that_a_read_only_file_system_kept_torn_is_cut_off_before_it_goes_on(
+    engine: TransferEngine, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that became read-only for an error of its disk refuses to truncate as well."""
+    disk = Disk(engine, path, MIB)
+    disk.log.hold(entry(1))
+    write = os.write
+
+    def torn(file: int, content: memoryview) -> int:
+        write(file, content[:10])
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def refused(file: int, size_bytes: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", torn)
+        patch.setattr(os, "ftruncate", refused)
+        for _ in range(2):
+            with pytest.raises(InvalidArgument, match="may write to"):
+                disk.log.hold(entry(2, 4096))
+            with pytest.raises(InvalidArgument, match="may write to"):
+                disk.vacate(0, 4096)
+    assert list(disk.index.entries) == [1]
+    disk.index.check()
+    disk.log.hold(entry(3, 8192))
+    disk.close()
+    assert list(Disk(engine, path, MIB).index.entries) == [1, 3]
+
+
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_directory_that_is_gone_takes_no_more_objects(
     engine: TransferEngine, path: Path, how: str, caplog: pytest.LogCaptureFixture
