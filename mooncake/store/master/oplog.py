@@ -97,6 +97,7 @@ class Oplog:
         self._size_bytes = 0
         """Size of the intact part; the rest is to be cut off."""
         self._compacted_bytes = 0
+        """Size of the snapshot at its start, which the last compaction has left."""
         self._torn: bytes | None = None
         self._is_open = False
         """All that must be done before the first record is appended is done."""
@@ -138,7 +139,8 @@ class Oplog:
         records: list[Record] = []
         marks: list[Mark] = []
         is_closed = is_new
-        for record in records_of(found.bodies):
+        decoded = records_of(found.bodies)
+        for record in decoded:
             is_closed = isinstance(record, LogClosed)
             (marks if isinstance(record, Mark) else records).append(record)  # type: ignore[arg-type]
         if found.damages:
@@ -153,7 +155,9 @@ class Oplog:
         elif is_plain:
             ids = (getattr(record, "object_id", 0) for record in records)
             self._anew = [*records, IdsGiven(max(ids, default=0))]
-        self._compacted_bytes = self._size_bytes
+        # Not the present size: a log whose master is restarted often enough would never be compacted.
+        num_copied = next((n for n, record in enumerate(decoded, 1) if isinstance(record, IdsGiven)), 0)
+        self._compacted_bytes = sum(self._framing.header_bytes + len(b) for b in found.bodies[:num_copied])
         try:
             self._open()
         except OSError as error:
@@ -411,7 +415,8 @@ class OplogRewrite:
     def sync(self) -> None:
         """Put what was appended before on the disk. May take long; thread-safe."""
         file, size_bytes = self._file, self._size_bytes
-        assert file is not None
+        if file is None:
+            raise OSError(errno.EBADF, "the file was discarded meanwhile")
         file.sync()
         self._synced_bytes = size_bytes
 

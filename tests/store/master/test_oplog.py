@@ -93,6 +93,23 @@ def test_a_log_wants_compaction_when_most_of_it_is_old(
     assert opened(tmp_path / "log")[1] == [*records(0, 100), *records(0, 1)]
 
 
+def test_a_log_is_compacted_however_often_its_master_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts is the size of the last snapshot, and not that of the log at the start."""
+    monkeypatch.setattr(oplog, "MIN_COMPACTION_BYTES", 1000)
+    log, _ = opened(tmp_path / "log")
+    rewrite(log, [LineBegan(1), *records(0, 100), IdsGiven(100)])
+    wanted: list[bool] = []
+    for _ in range(5):
+        log.append(records(0, 100))
+        wanted.append(log.wants_compaction)
+        log.close()
+        log, _ = opened(tmp_path / "log")
+    assert not any(wanted[:2]) and wanted[-1]
+    log.close()
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="missing"):
         Oplog(tmp_path / "missing" / "log").read()
@@ -132,6 +149,8 @@ def test_a_rewriting_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
     anew = log.begin_anew()
     anew.append(records(5, 100))
     anew.abandon()
+    with pytest.raises(OSError, match="discarded"):
+        anew.sync()  # in its thread, which may begin late
     log.append(records(2, 1))
     log.close()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
