@@ -58,8 +58,8 @@ from mooncake.types import ObjectKey, Tier
 
 STORY_LINES = 100_000
 MAX_TOMBSTONES = 1 << 18
-DISK_FULL_S = 10.0
-"""How long after an attempt other disks are preferred to one that was full, and nothing on it is evicted."""
+DISK_FAILING_S = 10.0
+"""How long after a disk did not take a copy other disks are preferred to it, and nothing on it is evicted."""
 NEVER = 1 << 63
 """Larger than any object id."""
 
@@ -199,7 +199,7 @@ class Catalog:
         """Evict on exactly this segment, sparing ``spare``, until ``size_bytes`` fit in one piece."""
         if segment.allocator.has_hole(size_bytes):
             return True
-        if size_bytes > segment.allocator.size_bytes or (segment.disk_full and now < segment.disk_full_until):
+        if size_bytes > segment.allocator.size_bytes or now < segment.disk_failing_until:
             return False
         # A hole need not open where the oldest objects are, but a search without success must not
         # flush the whole segment either.
@@ -219,7 +219,7 @@ class Catalog:
             self.note("disk_full", segment, is_warning=True, reason=reason)
         elif segment.disk_full and not reason:
             self.note("disk_has_space", segment)
-        segment.disk_full, segment.disk_full_until = reason, now + DISK_FULL_S
+        segment.disk_full, segment.disk_failing_until = reason, now + DISK_FAILING_S if reason else 0.0
 
     def victims(
         self, segments: list[Segment], now: float, spare: StoredObject | None = None

@@ -433,7 +433,7 @@ class Jobs:
         named = [self._catalog.segments.mounted.get(name) for name in targets]
         near = self._catalog.segments.mounted.values() if not targets else named
         hosts = [one.segment.host for one in stored.extents if one.segment is not source]
-        found: tuple[tuple[bool, bool, int], Segment] | None = None
+        found: tuple[tuple[bool, bool, bool, int], Segment] | None = None
         for segment in near:
             if segment is None or not segment.polls or not segment.takes_objects(now):
                 continue
@@ -442,7 +442,9 @@ class Jobs:
                 continue
             if not segment.allocator.has_hole(stored.size_bytes):
                 continue
-            merit = is_same_tier, segment.host not in hosts, segment.allocator.free_bytes - segment.num_tasks
+            is_well = segment.disk_failing_until <= now
+            weight = segment.allocator.free_bytes - segment.num_tasks
+            merit = is_well, is_same_tier, segment.host not in hosts, weight
             if found is None or merit > found[0]:
                 found = merit, segment
         return None if found is None else found[1]

@@ -159,8 +159,8 @@ class Segment:
         "connection",
         "content_id",
         "descriptor",
+        "disk_failing_until",
         "disk_full",
-        "disk_full_until",
         "doubt",
         "epoch",
         "expected",
@@ -242,7 +242,7 @@ class Segment:
         """Number of tasks that wait or run with this segment as the target."""
         self.disk_full = ""
         """Why its node could not write the last copy: the disk has no space. "" again when one is written."""
-        self.disk_full_until = 0.0
+        self.disk_failing_until = 0.0
         """Until then, what may be copied to several disks is copied to another one, and nothing is evicted
         here, because copies may fail in the space of evicted objects, too. Later, a copy that needs one may
         be the only one to show that the disk has space."""
@@ -270,7 +270,7 @@ class Segment:
         self.connection = connection
         self.last_heartbeat_at = now
         self.was_restored = self.is_confirmed = self.polls = False
-        self.disk_full = ""
+        self.disk_full, self.disk_failing_until = "", 0.0
         self.move(MOUNTED)
 
     def move(self, event: str) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog import DISK_FAILING_S, Catalog
 from mooncake.store.master.catalog_events import ObjectRemoved, ObjectShown, ReplicaRemoved
 from mooncake.store.master.effects import Received, Reply
 from mooncake.store.master.objects import Extent, StoredObject, replica_of
@@ -43,6 +43,8 @@ MAX_CHANGES = 4096
 MAX_POLLED_BYTES = 8 << 20
 """Most checksums in the changes of one answer, and about as many in its tasks: an object may have 4 MiB of
 them, and a message that is too large can't be sent, however often the node asks."""
+NOT_OF_TARGET = ("corrupt", "peer_lost", "not_found", "cancelled", "draining")
+"""Codes of copies that failed, but not because the target can't be written."""
 MAX_ATTEMPTS = 3
 MAX_GIVEN_UP = 4096
 CHECK_INTERVAL_S = 1.0
@@ -238,13 +240,15 @@ class Tasks:
             for ended in task.ended:
                 ended(task, None, now)
             return
-        if done.refusal.code in ("corrupt", "peer_lost"):
+        if done.refusal.code in ("corrupt", "peer_lost", "io_error"):
             task.failed_sources.append(task.source.segment)
         if done.refusal.code == "corrupt":
             self._doubt_source(task, now)
         if done.refusal.code == "no_space":
             task.extent.held_until = 0.0  # the attempt is over, so nothing will be written there later
             self._catalog.set_disk_full(segment, done.refusal.reason, now)
+        elif segment.tier is Tier.SSD and done.refusal.code not in NOT_OF_TARGET:
+            segment.disk_failing_until = now + DISK_FAILING_S
         self._failed(task, done.refusal, now)
 
     def _let_go(self, task: PlannedCopy) -> None:

@@ -11,7 +11,8 @@
 victims that cost nothing (``eviction.py``). As with the dirty pages of an operating system, objects
 without a copy on SSD may take ``demote_watermark`` of a node's memory; beyond it the coldest objects
 are copied. A full SSD evicts its own coldest objects. Where its node found no space on the disk, one copy at
-a time is tried, and nothing is evicted soon after one (``Segment.disk_full_until``). An object evicted from
+a time is tried, and nothing is evicted soon after one (``Segment.disk_failing_until``). The same holds for a
+disk that fails otherwise, as a file system does that has become read-only. An object evicted from
 SSD while it is still in memory is not copied again: otherwise a small SSD would be rewritten continually.
 
 **Promotion** is for objects that are read repeatedly. An object is admitted when it was found cold
@@ -141,7 +142,7 @@ class Tiering:
 
         def merit(ssd: Segment) -> tuple[bool, bool, bool, bool, int]:
             return (
-                not ssd.disk_full or ssd.disk_full_until <= now,
+                ssd.disk_failing_until <= now,
                 ssd.node in nodes,
                 ssd.host in hosts,
                 ssd.takes_objects(now),
@@ -149,16 +150,16 @@ class Tiering:
             )
 
         ssd = max(alive, key=merit)
-        if _is_tried(ssd):
-            self.on_failed(stored, Refusal("no_space", ssd.disk_full))
-        else:
+        if not _is_tried(ssd, now):
             self._demote(stored, ssd, now, is_urgent=True)
+        elif ssd.disk_full:
+            self.on_failed(stored, Refusal("no_space", ssd.disk_full))
 
     def _demote_at_once(self, stored: StoredObject, now: float) -> None:
         """Demote without a search for the coldest objects: all are to be copied."""
         home, _ = self._dirty.get(stored.object_id, (None, None))
         ssd = None if home is None else self._ssd_of(home.segment)
-        is_open = ssd is not None and ssd.num_tasks < MAX_WAITING and not _is_tried(ssd)
+        is_open = ssd is not None and ssd.num_tasks < MAX_WAITING and not _is_tried(ssd, now)
         if ssd is not None and is_open and stored.object_id not in self._planned:
             self._demote(stored, ssd, now)
 
@@ -199,7 +200,7 @@ class Tiering:
         if ssd is None:
             return
         # A search goes over the planned ones again, so it should find several; each end starts another.
-        room = (1 if ssd.disk_full else 2 * settings.tasks_per_segment) - ssd.num_tasks
+        room = (1 if _is_failing(ssd, now) else 2 * settings.tasks_per_segment) - ssd.num_tasks
         wanted = min(room, 1 + int(excess_bytes * home.num_dirty / home.dirty_bytes))
         if wanted <= 0 or (wanted < WORTH_WHILE and ssd.num_tasks):
             return
@@ -397,9 +398,14 @@ def _is_open(ssd: Segment) -> bool:
     return ssd.is_alive and ssd.polls and not ssd.is_draining and not ssd.wants_report
 
 
-def _is_tried(ssd: Segment) -> bool:
-    """Whether its disk was full, and a copy is under way that will show whether it still is."""
-    return bool(ssd.disk_full) and ssd.num_tasks > 0
+def _is_failing(ssd: Segment, now: float) -> bool:
+    """Whether its disk was full, or did not take the last copy for another reason."""
+    return bool(ssd.disk_full) or ssd.disk_failing_until > now
+
+
+def _is_tried(ssd: Segment, now: float) -> bool:
+    """Whether its disk was failing, and a copy is under way that will show whether it still is."""
+    return _is_failing(ssd, now) and ssd.num_tasks > 0
 
 
 def _fits(memory: Segment, stored: StoredObject, limit_bytes: int) -> bool:

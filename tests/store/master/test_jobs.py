@@ -300,6 +300,28 @@ def test_a_move_that_is_requested_again_is_done(nodes: Nodes) -> None:
     assert once_more.job_id > back.job_id, "it is at the source again"
 
 
+def test_a_drain_goes_to_disks_that_do_not_fail(nodes: Nodes) -> None:
+    a = Place(nodes, "a/ssd", 65536, tier=Tier.SSD, content_id=7)
+    b = Place(nodes, "b/ssd", 1 << 20, tier=Tier.SSD, content_id=8)
+    c = Place(nodes, "c/ssd", 65536, tier=Tier.SSD, content_id=9)
+    memory = Place(nodes, "m")
+    nodes.put("k", host="m")
+    ask(nodes, m.CopyObject("k", ["a/ssd"], source="m"))
+    a.work()
+    assert where(nodes, "k") == ["a/ssd"]
+    job = ask(nodes, m.DrainSegments(["a/ssd"], []))
+    num_failed = 0
+    for _ in range(10):
+        todo = b.answered() or b.poll()
+        while todo:
+            num_failed += 1
+            todo = b.fail(todo[0], "io_error")
+        b.beat()
+        live(nodes, 1.0, a, c, memory)
+    assert num_failed == 3, "it has most room, and each copy is tried three times"
+    assert where(nodes, "k") == ["c/ssd"] and drained(nodes, job)[0] == "done"
+
+
 def test_a_target_that_goes_away_is_replaced_by_another(nodes: Nodes) -> None:
     a, b, c = Place(nodes, "a"), Place(nodes, "b"), Place(nodes, "c", 4096)
     nodes.put("k", host="a")

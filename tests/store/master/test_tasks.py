@@ -209,6 +209,17 @@ def test_a_source_that_is_wrong_goes_and_the_next_one_is_read(nodes: Nodes) -> N
     assert a and b
 
 
+def test_another_source_is_read_when_one_can_not_be_read(nodes: Nodes) -> None:
+    places = [Place(nodes, name) for name in "abc"]
+    nodes.put("k", host="a")
+    copy(nodes, "k", "b")
+    places[1].work()
+    copy(nodes, "k", "c")
+    (task,) = places[2].poll()
+    (again,) = places[2].fail(task, "io_error")
+    assert {task.source.segment, again.source.segment} == {"a", "b"}
+
+
 @pytest.mark.parametrize("is_right", [False, True])
 def test_the_last_source_that_is_wrong_takes_the_object_with_it(nodes: Nodes, is_right: bool) -> None:
     """If its own node confirms it: the copying node may have bad memory."""

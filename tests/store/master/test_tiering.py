@@ -10,7 +10,7 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
-from mooncake.store.master.catalog import DISK_FULL_S
+from mooncake.store.master.catalog import DISK_FAILING_S
 from mooncake.store.master.tiering import Frequency
 from mooncake.store.settings import MasterSettings
 from mooncake.types import Tier
@@ -182,9 +182,9 @@ def test_nothing_is_evicted_from_an_ssd_whose_disk_is_full() -> None:
 def test_a_copy_that_only_an_eviction_has_room_for_is_tried_later() -> None:
     nodes, _, _ = with_full_disk()
     catalog, segment = nodes.master.catalog, nodes.master.segments.mounted["a/ssd"]
-    assert not catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FULL_S - 0.1)
+    assert not catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FAILING_S - 0.1)
     assert [where(nodes, key) for key in "bcd"] == [["a", "a/ssd"]] * 3
-    assert catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FULL_S), (
+    assert catalog.make_room(segment, 2 * 4096, nodes.now + DISK_FAILING_S), (
         "only it may show that there is space"
     )
 
@@ -217,12 +217,60 @@ def test_a_durable_object_is_copied_to_another_disk_while_one_is_full() -> None:
     assert nodes.late.get("end") is None, "the other disk may take it"
     nodes.wait(1.1)
     assert (other.answered() or other.poll()) and not ssd.poll()
-    for _ in range(int(DISK_FULL_S)):
+    for _ in range(int(DISK_FAILING_S)):
         nodes.wait(1.0)
         for place in (memory, ssd, other):
             place.beat()
     put_durable(nodes, "l")
     assert ssd.poll(), "its own disk may have space again"
+
+
+FAILURES = ["io_error", "storage_error", "invalid_argument", "busy"]
+
+
+def fail_always(place: Place, todo: list[m.CopyTask], code: str) -> None:
+    while todo:
+        todo = place.poll(*(m.TaskDone(one.task_id, Refusal(code, "it does")) for one in todo))
+
+
+@pytest.mark.parametrize("code", FAILURES)
+def test_a_durable_object_is_copied_to_another_disk_while_one_fails(code: str) -> None:
+    nodes = Nodes(settings(demote_watermark=1.0))
+    _, ssd = with_ssd(nodes)
+    other = Place(nodes, "b/ssd", SSD_BYTES, tier=Tier.SSD, content_id=98)
+    put_durable(nodes, "k")
+    fail_always(ssd, ssd.poll(), code)
+    assert nodes.late.get("end") is None, "the other disk may take it"
+    nodes.wait(1.1)
+    assert other.work() == [] and not ssd.poll()
+    assert nodes.late.pop("end") == [m.Outcomes([True])]
+
+
+def test_one_copy_at_a_time_is_tried_on_a_disk_that_fails_and_nothing_is_evicted_for_it() -> None:
+    """Its content can be read, and each failure is a line in its node's log."""
+    nodes = Nodes(settings(demote_watermark=0.0))
+    memory, ssd = with_ssd(nodes, ssd_bytes=8 * 4096)
+    for key in "abcdefgh":
+        nodes.put(key, size_bytes=1024, host="a")
+        work(nodes, ssd)
+    nodes.put("more", size_bytes=1024, host="a")
+    todo = ssd.poll()
+    assert where(nodes, "a") == ["a"], "it makes room, because the disk is not known to fail"
+    fail_always(ssd, todo, "io_error")
+    for number in range(20):
+        nodes.put(f"more {number}", size_bytes=1024, host="a")
+        nodes.wait(0.4)
+        memory.beat()
+        ssd.beat()
+        todo = ssd.answered() or ssd.poll()
+        assert len(todo) <= 1
+        fail_always(ssd, todo, "io_error")
+    assert [where(nodes, key) for key in "bcdefgh"] == [["a", "a/ssd"]] * 7
+    for _ in range(int(DISK_FAILING_S) + 2):
+        nodes.wait(1.0)
+        memory.beat()
+        ssd.beat()
+    assert len(ssd.work(*(ssd.answered() or ssd.poll()))) > 1, "one copy has shown that it works again"
 
 
 def put_durable(nodes: Nodes, key: str, host: str = "a") -> None:
