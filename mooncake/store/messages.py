@@ -13,9 +13,10 @@ than the sender's. Requests may arrive twice (a client that lost its connection 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from mooncake.errors import Refusal
 from mooncake.security.principal import ADMINS, EVERYBODY, NODES, NODES_AND_ADMINS, TRUSTED, Level
@@ -23,6 +24,8 @@ from mooncake.types import Tier
 
 MAX_KEYS = 4096
 """Maximum number of keys in one message. Clients split larger batches."""
+MAX_AVOIDED = 1024
+"""Most segments that a put may avoid: each segment of the cluster is compared with all of them."""
 MAX_KEY_BYTES = 1024
 MAX_VALUE_BYTES = 64 << 10
 """Most bytes of objects in one message: a longer one would delay the master's other clients."""
@@ -106,7 +109,7 @@ class PutStart(msgspec.Struct, frozen=True, array_like=True, tag="put_start"):
     keys: list[str]
     sizes: list[int]
     chunk_bytes: list[int]
-    avoid: list[str] = []
+    avoid: Annotated[list[str], Meta(max_length=MAX_AVOIDED)] = []
     """Segments that this writer could not reach."""
     policy: PutPolicy = PutPolicy()
     groups: list[str] = []
@@ -322,7 +325,7 @@ class Corrupt(msgspec.Struct, frozen=True, array_like=True, tag="corrupt"):
 class DescribeSegments(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
     """Request the descriptors of these segments (name, epoch)."""
 
-    segments: list[tuple[str, int]]
+    segments: Annotated[list[tuple[str, int]], Meta(max_length=MAX_KEYS)]
 
 
 class SegmentDescriptors(msgspec.Struct, frozen=True, array_like=True, tag="described"):

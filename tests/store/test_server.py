@@ -10,10 +10,11 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mooncake import clock
-from mooncake.errors import AddressInUse, InvalidArgument, Refusal, StorageError
+from mooncake.errors import AddressInUse, InvalidArgument, ProtocolError, Refusal, StorageError
 from mooncake.metrics import page
 from mooncake.rpc import AsyncClient
 from mooncake.store import AsyncStore
@@ -296,3 +297,21 @@ async def test_values_for_memory_that_is_not_mapped_are_left_to_the_writer(clien
     assert reply.outcomes == [True] and not reply.takes_values
     found = await client.call(m.LookupObjects(["small"], value_bytes=1 << 40), 5)
     assert found.objects[0] is not None and found.values == []
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        m.DescribeSegments([("a", 1)] * (m.MAX_KEYS + 1)),
+        m.PutStart(1, "h", ["k"], [1], [1], ["a"] * (m.MAX_AVOIDED + 1)),
+    ],
+)
+async def test_lists_that_would_keep_a_master_busy_are_refused(
+    client: AsyncClient, over: msgspec.Struct
+) -> None:
+    """A descriptor is much larger than a segment's name, and a put compares all segments with those that it
+    avoids."""
+    most = await client.call(m.DescribeSegments([("a", 1)] * m.MAX_KEYS), 20.0)
+    assert most.descriptors == [None] * m.MAX_KEYS
+    with pytest.raises(ProtocolError, match="length <="):
+        await client.call(over, 20.0)

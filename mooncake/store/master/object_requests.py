@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 
 from mooncake.errors import Refusal
-from mooncake.rpc.wire import Failure
+from mooncake.rpc.wire import MAX_BODY_BYTES, Failure
 from mooncake.store import messages as m
 from mooncake.store.master.catalog import Catalog
 from mooncake.store.master.catalog_events import ColdHit
@@ -29,7 +29,7 @@ class LookupRequests:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def lookup(self, message: m.LookupObjects, _: Received, now: float) -> m.LookupReply:
+    def lookup(self, message: m.LookupObjects, _: Received, now: float) -> m.LookupReply | Failure:
         readable = self._catalog.objects.readable
         lease_until = now + self._catalog.settings.lease_s
         found: list[m.Stored | None] = []
@@ -56,6 +56,12 @@ class LookupRequests:
                 found.append(None)
         self._catalog.counts.lookups += len(found)
         self._catalog.counts.lookup_hits += num_hits
+        if num_hits * self._catalog.objects.most_checksum_bytes > MAX_BODY_BYTES:
+            # Encoded first and refused afterwards, a few keys named often enough would take all memory.
+            num_bytes = sum(len(one.checksums) for one in found if one is not None)
+            if num_bytes > MAX_BODY_BYTES:
+                reason = f"the reply would have {num_bytes} bytes of checksums; look up fewer keys at a time"
+                return Failure("invalid_argument", reason)
         return m.LookupReply(self._catalog.settings.lease_s, found)
 
     def _found(self, stored: StoredObject, lease_until: float, now: float) -> m.Stored | None:

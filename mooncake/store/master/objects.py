@@ -418,6 +418,8 @@ class Objects:
         self.writing: dict[ObjectKey, StoredObject] = {}
         self.groups: dict[str, Group] = {}
         """Groups of readable objects, by scoped name."""
+        self.most_checksum_bytes = 0
+        """Bytes of checksums of the object that had most of them so far."""
         self._last_id = last_id
         self.largest_seen = 0
         """The largest id that another master gave out, as far as its records show. ``last_id`` may be larger:
@@ -525,6 +527,8 @@ class Objects:
 
     def _show(self, stored: StoredObject, checksums: bytes, lease_until: float) -> None:
         stored.become_readable(checksums, lease_until)
+        if len(checksums) > self.most_checksum_bytes:
+            self.most_checksum_bytes = len(checksums)
         self.readable[stored.key] = stored
         if stored.group:
             self.groups.setdefault(stored.group, Group(stored.group)).join(stored)

@@ -50,6 +50,20 @@ def test_memory_is_named_before_ssd_and_what_is_on_ssd_alone_is_a_cold_hit() -> 
     assert nodes.say(m.Exists(["k"])).flags == b"\0"
 
 
+def test_a_reply_with_too_many_checksums_is_refused_before_it_is_made(
+    voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few keys named often enough would take all memory of the master."""
+    voice.mount()
+    voice.put("k")
+    assert len(voice.say(m.LookupObjects(["k"] * 100)).objects) == 100
+    monkeypatch.setattr("mooncake.store.master.object_requests.MAX_BODY_BYTES", 300)
+    assert len(voice.say(m.LookupObjects([*["k"] * 75, *["none"] * 100])).objects) == 175
+    refused = voice.say(m.LookupObjects(["k"] * 76))
+    assert isinstance(refused, Failure) and refused.code == "invalid_argument"
+    assert "304 bytes of checksums" in refused.message
+
+
 def test_uses_are_counted_by_lookups_alone(voice: Voice) -> None:
     voice.mount()
     voice.put("k")
