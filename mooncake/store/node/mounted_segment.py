@@ -134,6 +134,9 @@ class MountedSegment:
         self._left = asyncio.Event()
         self._link: AsyncMasterClient | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._compacting: asyncio.Task[None] | None = None
+        """The last compaction of the SSD's index, which ``close`` waits for: after it, another process may
+        write a file of that name."""
         self._check_lock = asyncio.Lock()
         """Held while a replica is verified for the master: one at a time."""
         self._runs: list[e.RunTask] = []
@@ -197,6 +200,8 @@ class MountedSegment:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._compacting is not None:
+            await asyncio.wait([self._compacting])
         await asyncio.to_thread(self._copier.close)
         await asyncio.to_thread(self._resolver.close)
 
@@ -451,11 +456,10 @@ class MountedSegment:
     def _compact_if_due(self) -> None:
         disk = self.config.disk
         if disk is not None and disk.log.wants_compaction:
-            self._spawn(self._compact(disk.log, disk.log.begin_compaction()))
+            self._compacting = asyncio.create_task(self._compact(disk.log, disk.log.begin_compaction()))
 
     async def _compact(self, index: SsdIndexLog, entries: list[m.SegmentEntry]) -> None:
-        fresh = await asyncio.shield(asyncio.to_thread(index.write_compacted, entries))
-        index.end_compaction(fresh)
+        index.end_compaction(await asyncio.to_thread(index.write_compacted, entries))
 
     def _log_block(self, event: str, entry: m.SegmentEntry, tier: Tier, segment: str, **more: Any) -> None:
         tenant, _, key = entry.key.rpartition("\0")

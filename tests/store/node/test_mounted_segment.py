@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mooncake.errors import InvalidArgument, OutOfSpace, StorageError, Unavailable
+from mooncake.files import File
 from mooncake.metrics import registry
 from mooncake.store import messages as m
 from mooncake.store.node.node import Node, NodeSettings
@@ -594,3 +595,27 @@ async def test_a_change_that_the_disk_refuses_is_retried_before_the_next_task(
         async with asyncio.timeout(20):
             await is_noted.wait()
         assert not disk.index.entries
+
+
+async def test_a_node_ends_after_the_compaction_of_its_index(
+    master: ScriptedMaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would write to a file of the same name as the next process that has the directory."""
+    monkeypatch.setattr("mooncake.store.node.ssd_index.MIN_COMPACTION_BYTES", 0)
+    write, may_write, was_locked = SsdIndexLog.write_compacted, threading.Event(), list[bool]()
+
+    def late(log: SsdIndexLog, entries: list[m.SegmentEntry]) -> File | None:
+        may_write.wait(20)
+        was_locked.append(log._folder._lock is not None)
+        return write(log, entries)
+
+    monkeypatch.setattr(SsdIndexLog, "write_compacted", late)
+    data = content(1000)
+    async with node_of(await master.start(), tmp_path) as node:
+        mount = await master.until_polled("n")
+        await master.until_polled("n/ssd")
+        memory_of(node).view()[: len(data)] = data
+        pairs = [(entry_of(data, 4096 * number, 1 + number), place(mount, 0)) for number in range(20)]
+        assert all(done.refusal is None for done in await master.run_all("n/ssd", pairs))
+        asyncio.get_running_loop().call_later(0.2, may_write.set)
+    assert was_locked == [True]
