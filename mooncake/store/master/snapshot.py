@@ -74,7 +74,7 @@ class Snapshot:
         self._head += catalog.tenants.records()
         self._head += [AllRemoved(tenant, before) for tenant, before in catalog.cleared.items()]
         self._keys = list(reversed(catalog.objects.readable))
-        self._to_come: dict[ObjectKey, None] = dict.fromkeys(self._keys)
+        self._to_come = catalog.objects.readable.copy()  # much faster than ``dict.fromkeys`` with millions
         self._tombstones = list(reversed(catalog.tombstones))
         """Keys of which only the limit of outdated versions is recorded. Their order does not matter: later
         records of them say the same or more."""
