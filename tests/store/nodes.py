@@ -84,12 +84,18 @@ class Place:
         assert self.nodes.say(m.Heartbeat(self.name, self.epoch), self.connection).is_known
 
     def report(self) -> m.Reported:
-        report = m.ReportContents(self.name, self.epoch, list(self.held.values()), True)
-        reported = self.nodes.say(report, self.connection)
-        assert isinstance(reported, m.Reported)
-        for object_id in reported.unwanted:
+        """Report its content, in two parts if it has several objects; returns what is unwanted of both."""
+        held, unwanted = list(self.held.values()), list[int]()
+        for entries, is_last in ((held[:-1], False), (held[-1:], True)):
+            if not entries and not is_last:
+                continue
+            report = m.ReportContents(self.name, self.epoch, entries, is_last)
+            reported = self.nodes.say(report, self.connection)
+            assert isinstance(reported, m.Reported)
+            unwanted += reported.unwanted
+        for object_id in unwanted:
             del self.held[object_id]
-        return reported
+        return m.Reported(unwanted)
 
     def poll(self, *done: m.TaskDone, max_tasks: int = 16) -> list[m.CopyTask]:
         """Poll; returns the tasks that come at once. Changes that the journal missed are reported."""

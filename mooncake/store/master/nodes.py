@@ -112,11 +112,12 @@ class NodeRequests:
                 segment.reported[entry.object_id] = None
             else:
                 unwanted.append(entry.object_id)
-        num_lacking = self._catalog.counts.reported_objects - num_before
-        if num_lacking and (segment.doubt or not segment.wants_report):
-            fields = {"segment": segment.name, "num_objects": num_lacking, "reason": INCOMPLETE}
-            self._catalog.notes.append(OperatorEvent("records_incomplete", fields, is_warning=True))
+        if segment.doubt or not segment.wants_report:
+            segment.num_lacking += self._catalog.counts.reported_objects - num_before
         if message.is_last:
+            if segment.num_lacking:
+                fields = {"segment": segment.name, "num_objects": segment.num_lacking, "reason": INCOMPLETE}
+                self._catalog.notes.append(OperatorEvent("records_incomplete", fields, is_warning=True))
             self._end_report(segment, now)
         return m.Reported(unwanted)
 
@@ -257,7 +258,7 @@ class NodeRequests:
             self._catalog.records.append(record_of_segment(segment))
         segment.doubt = Doubt.NONE
         segment.report_connection = None
-        segment.reported = {}
+        segment.reported, segment.num_lacking = {}, 0
         self._catalog.look_for_doubt()
 
     def heartbeat(self, message: m.Heartbeat, event: Received, now: float) -> m.Beat:

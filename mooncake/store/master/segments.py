@@ -175,6 +175,7 @@ class Segment:
         "last_heartbeat_at",
         "name",
         "node",
+        "num_lacking",
         "num_objects",
         "num_tasks",
         "polls",
@@ -225,6 +226,8 @@ class Segment:
         """Its content is not known; a report has been requested from the node."""
         self.reported: dict[int, None] = {}
         """The object ids of a report that is in progress."""
+        self.num_lacking = 0
+        """Number of objects in it that an earlier master's records lacked."""
         self.expected: list[int] = []
         """The ids of objects that were dropped because this content came back under another name or from
         another process: the report has those that are not lost."""

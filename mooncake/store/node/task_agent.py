@@ -33,7 +33,7 @@ PAUSE_S = 1.0
 """Delay before a failed Poll is repeated."""
 MAX_POLLS = 2
 MAX_REPORT_BYTES = 512 << 10
-MAX_REPORT_ENTRIES = 1024
+MAX_REPORT_ENTRIES = 256
 """Limits of one part of a report. After a master that lost its log, all nodes report at once, take turns, and
 wait for each answer for a limited time only; and unfinished requests of all of them have a common bound."""
 
