@@ -448,9 +448,13 @@ class Gateway:
             if found is not None:
                 self.max_model_len = found
                 return found
+        raise await self.no_instance()
+
+    async def no_instance(self) -> ApiError:
+        """The error while no instance has answered, with the health of each."""
+        rows = await self.scheduling.status()
         states = ", ".join(f"{row.instance} is {row.health}" for row in rows) or "none was added"
-        message = f"no instance can serve: {states}"
-        raise ApiError(503, message, code="no_instance", retry_after_s=1.0)
+        return ApiError(503, f"no instance can serve: {states}", code="no_instance", retry_after_s=1.0)
 
     async def _context_length_of(self, instance: InstanceId) -> int | None:
         try:

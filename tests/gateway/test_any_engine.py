@@ -678,6 +678,20 @@ async def test_auto_detects_other_engines(tokenizer: Any) -> None:
         assert isinstance(front, Front) and front.decode[0].calls[0]["prompt"] == PROMPT, "not its tokens"
 
 
+async def test_until_an_engine_has_answered_every_request_is_to_come_back(tokenizer: Any) -> None:
+    """Engines take minutes to start, and only then it is known that they have tools, and the model's name."""
+    async with fronting(tokenizer=tokenizer) as front:
+        for one in front.engines:
+            await one.stop()
+        await front.until(lambda health: "ready" not in health.values())
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        for fields in ({"tools": tools}, {"model": "org/tiny"}):
+            body = {"messages": CHAT, **fields}
+            status, answer, headers = await front.post("/v1/chat/completions", body)
+            assert (status, answer["error"]["code"]) == (503, "no_instance"), answer
+            assert front.decode[0].address in answer["error"]["message"] and "retry-after" in headers
+
+
 # --- late refusals and hostile fields
 
 
