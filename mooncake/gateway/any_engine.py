@@ -71,10 +71,18 @@ from mooncake.gateway.request_parsing import (
     slo_of,
 )
 from mooncake.gateway.retries import MAX_FAILURES, Attempts, PlacedRequest, Route
-from mooncake.gateway.worker_client import DONE, WeightsReplaced, WorkerBusy, WorkerClient, WorkerFailed
+from mooncake.gateway.worker_client import (
+    DONE,
+    WeightsReplaced,
+    WorkerBusy,
+    WorkerClient,
+    WorkerFailed,
+    engine_error,
+    meaning_of,
+)
 from mooncake.http import large_json
 from mooncake.http.latency import itl_seconds, ttft_seconds
-from mooncake.http.openai import WEIGHTS_REPLACED, ApiError, Usage, model_not_found
+from mooncake.http.openai import WEIGHTS_REPLACED, ApiError, ErrorDetail, Usage, model_not_found
 from mooncake.http.sse import EventStreamResponse, cancel_on_disconnect, data_of, name_of
 from mooncake.log import get_logger
 from mooncake.types import InstanceId
@@ -357,6 +365,18 @@ class _StreamEvent(msgspec.Struct):
         is_aborted = any(choice.finish_reason == "abort" for choice in self.choices)
         return "it aborted the answer" if is_aborted else ""
 
+    @property
+    def answer(self) -> ApiError | None:
+        """The error with the status that it would have had; None where that is unknown.
+
+        Engines send the status of a stream before they have checked the whole request.
+        """
+        if not isinstance(self.error, Mapping) or not isinstance(self.error.get("code"), int):
+            return None
+        code, param = self.error["code"], self.error.get("param")
+        message, kind = (str(self.error.get(name) or "") for name in ("message", "type"))
+        return engine_error(code, ErrorDetail(message, kind, param if isinstance(param, str) else None, code))
+
 
 class ProxiedRequest(PlacedRequest):
     """One proxied request. Use ``answer``, once, then ``end``."""
@@ -612,7 +632,8 @@ class ProxiedRequest(PlacedRequest):
         """An answer or event, with the cached tokens of the prefill engine in its usage.
 
         Raises:
-            WorkerFailed, WeightsReplaced: it reports that the answer will not be completed.
+            WorkerFailed, WorkerBusy, WeightsReplaced: it reports that the answer will not be completed.
+            ApiError: it reports that the request is wrong.
         """
         if self.api.has_named_events:
             if reason := failure_in(content):
@@ -627,6 +648,8 @@ class ProxiedRequest(PlacedRequest):
         if event.failure:
             if event.has_new_weights:
                 raise WeightsReplaced(event.failure)
+            if (answer := event.answer) is not None:
+                raise meaning_of(decision.decode, answer, event.failure)
             raise WorkerFailed(decision.decode, event.failure)
         usage = event.usage
         if usage is None:

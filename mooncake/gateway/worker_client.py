@@ -263,23 +263,16 @@ class WorkerClient:
 
     async def _refuse(self, instance: InstanceId, response: aiohttp.ClientResponse) -> None:
         content = await self._while_alive(instance, response.read())
-        try:
-            detail = msgspec.json.decode(content, type=ErrorResponse).error
-        except msgspec.MsgspecError:
+        detail = _detail_of(content)
+        if detail is None:
             text = content[:200].decode(errors="replace")
             detail = ErrorDetail(f"worker {instance} answered {response.status}: {text}", "server_error")
         if response.status == 409 and detail.code == WEIGHTS_REPLACED:
             raise WeightsReplaced(detail.message)
-        answer = ApiError(response.status, detail.message)
-        answer.detail = detail
+        answer = engine_error(response.status, detail)
         with contextlib.suppress(ValueError):
             answer.retry_after_s = float(response.headers.get("Retry-After", ""))
-        if response.status in _BUSY:
-            raise WorkerBusy(instance, answer)
-        if 400 <= response.status < 499 or response.status == 501:
-            # Engines answer 501 for an API that their model can't serve, which is no fault of theirs.
-            raise answer
-        raise WorkerFailed(instance, f"answered {response.status}: {detail.message}")
+        raise meaning_of(instance, answer, f"answered {response.status}: {detail.message}")
 
     async def _while_alive(self, instance: InstanceId, call: Awaitable[ResultT]) -> ResultT:
         """Await ``call`` while the worker seems alive."""
@@ -329,6 +322,35 @@ class WorkerClient:
             raise WorkerFailed(instance, f"GET {path} was not answered within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise WorkerFailed(instance, f"GET {path} failed: {error}") from error
+
+
+def _detail_of(content: bytes) -> ErrorDetail | None:
+    """The error object in an engine's answer; None without one."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(content, type=ErrorResponse).error
+    with contextlib.suppress(msgspec.MsgspecError):  # of SGLang the body itself is the object
+        return msgspec.json.decode(content, type=ErrorDetail)
+    return None
+
+
+def engine_error(status: int, detail: ErrorDetail) -> ApiError:
+    """An engine's error as that of its client, with the object unchanged."""
+    error = ApiError(status, detail.message)
+    error.detail = detail
+    return error
+
+
+def meaning_of(instance: InstanceId, answer: ApiError, reason: str) -> MooncakeError:
+    """What to raise for an error of an engine: it is busy, it finds the request wrong, or it failed.
+
+    ``reason``: why it failed.
+    """
+    if answer.status in _BUSY:
+        return WorkerBusy(instance, answer)
+    if 400 <= answer.status < 499 or answer.status == 501:
+        # Engines answer 501 for an API that their model can't serve, which is no fault of theirs.
+        return answer
+    return WorkerFailed(instance, reason)
 
 
 def _socket(address: aiohttp.connector.AddrInfoType) -> socket.socket:

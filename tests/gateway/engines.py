@@ -57,8 +57,10 @@ class Engine:
     "Cut the connection after this many tokens, once."
     fail_load: bool = False
     "End a stream, once, with an error before its first token, as vLLM does when KV can't be loaded."
+    late_refusal: dict[str, Any] | None = None
+    "End streams with this error before their first token, as engines do that find it while they answer."
     give_up: tuple[int, str] | None = None
-    "After this many tokens report 'error', 'replaced' or 'abort', once, and end the stream normally."
+    "After this many tokens report 'error', 'refused', 'replaced' or 'abort', once, and end normally."
     stall: asyncio.Event | None = None
     "No answer is sent before it is set."
     hold: asyncio.Event | None = None
@@ -298,12 +300,16 @@ class Engine:
             await self._event(response, {"error": error})
             await response.write(b"data: [DONE]\n\n")
             return response
+        if self.late_refusal is not None:
+            await self._event(response, {"error": self.late_refusal})
+            await response.write(b"data: [DONE]\n\n")
+            return response
         for number, token in enumerate(ids):
             finish = "length" if number + 1 == len(ids) else None
             if self.give_up is not None and self.give_up[0] == number:
                 (_, how), self.give_up = self.give_up, None
                 end = {"index": 0, "finish_reason": "abort", **self._part("messages" in body, "delta", "")}
-                error = {"message": "boom", **({"code": "weights_replaced"} if how == "replaced" else {})}
+                error = {"message": "boom", "code": {"replaced": "weights_replaced", "refused": 400}.get(how)}
                 ending = {"choices": [end]} if how == "abort" else {"error": error}
                 await self._event(response, {**self._frame(body), **ending})
                 break

@@ -315,6 +315,34 @@ async def test_an_engine_s_refusal_reaches_the_client_unchanged() -> None:
         assert sum(len(one.calls) for one in front.engines) == 1, "it would be refused everywhere"
 
 
+async def test_a_stream_that_an_engine_refuses_after_its_status_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines check a part of a request, as its grammar, after they have sent the status of its stream."""
+    refusal = {"message": "no such grammar", "type": "BadRequestError", "param": None, "code": 400}
+    async with fronting(0, 2) as front:
+        posted = front.posted(monkeypatch)
+        for one in front.decode:
+            one.late_refusal = refusal
+        status, answer, _ = await front.post(TEXT, {"prompt": PROMPT, "stream": True})
+        assert (status, answer["error"]) == (400, refusal)
+        assert sum(len(one.calls) for one in front.engines) == 1, "it would be refused everywhere"
+        assert posted and not any(isinstance(event, Failed) for event in posted)
+
+
+@pytest.mark.parametrize("code", [429, 503])
+async def test_a_stream_for_which_an_engine_has_no_room_after_its_status_is_tried_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    async with fronting(0, 2) as front:
+        posted = front.posted(monkeypatch)
+        front.decode[0].late_refusal = {"message": "full", "type": "ServiceUnavailableError", "code": code}
+        for _ in range(2):
+            streamed = await front.stream(PROMPT, 5)
+            assert streamed.text() == answer_text(IDS, 5)
+        assert front.decode[0].calls and not any(isinstance(event, Failed) for event in posted)
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_failure_before_the_first_token_is_hidden(protocol: str, side: str) -> None:
@@ -403,6 +431,17 @@ async def test_an_engine_whose_weights_were_replaced_did_not_fail(monkeypatch: p
         async with front.session.post(front.url + "/v1/completions", json=body) as response:
             text = (await response.read()).decode()
         assert "weights_replaced" in text.strip().split("\n\n")[-1] and "[DONE]" not in text
+        assert posted and not any(isinstance(event, Failed) for event in posted)
+
+
+async def test_an_engine_that_refuses_in_the_middle_did_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting(1, 1) as front:
+        posted = front.posted(monkeypatch)
+        front.decode[0].give_up = (2, "refused")
+        body = {"prompt": PROMPT, "max_tokens": 5, "stream": True}
+        async with front.session.post(front.url + TEXT, json=body) as response:
+            text = (await response.read()).decode()
+        assert '"message":"boom"' in text.strip().split("\n\n")[-1] and "[DONE]" not in text
         assert posted and not any(isinstance(event, Failed) for event in posted)
 
 

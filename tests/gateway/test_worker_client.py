@@ -50,6 +50,7 @@ async def chunks(workers: WorkerClient, body: bytes) -> list[CompletionChunk]:
 
 
 ERROR = b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'
+SGLANG_ERROR = b'{"object": "error", "message": "m", "type": "t", "param": "p", "code": 400}'
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ ERROR = b'{"error": {"message": "m", "type": "t", "param": "p", "code": "c"}}'
         (429, ERROR, WorkerBusy),
         (503, b"", WorkerBusy),
         (400, ERROR, ApiError),
+        (400, SGLANG_ERROR, ApiError),
         (404, b"no such page", ApiError),
     ],
 )
