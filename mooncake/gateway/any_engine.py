@@ -106,7 +106,7 @@ async def serve_any_engine(gateway: Gateway, http: Request, api: EngineApi, cont
         entry.leave(clock.monotonic())
 
     if client is not None:
-        request["cache_salt"] = client.entry.cache_salt
+        request["cache_salt"] = client.entry.salt_at_engines
     try:
         adapter = await settle_model(gateway, request)
         answer = await _proxied_request_of(gateway, http, api, request, adapter)
@@ -133,7 +133,7 @@ async def serve_call(gateway: Gateway, http: Request, path: str, content: bytes)
     permit = Permit(gateway.limiter, client, 1, clock.monotonic())
     try:
         if client is not None and path == EMBEDDINGS:
-            request["cache_salt"] = client.entry.cache_salt
+            request["cache_salt"] = client.entry.salt_at_engines
         await settle_model(gateway, request)
         headers = _headers_for_engines(gateway, http)
         deadline = clock.monotonic() + gateway.settings.request_timeout_s

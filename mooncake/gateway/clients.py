@@ -30,6 +30,7 @@ from mooncake.security.identity import check_private
 
 MAX_FILE_BYTES = 16 << 20
 MIN_KEY_CHARS = 16
+_SALT_OF_VLLM = r"[^@/\\\0]{1,128}"
 _MINUTE_S = 60.0
 
 _requests = Counter(
@@ -76,6 +77,12 @@ class ClientEntry(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     @property
     def cache_salt(self) -> str:
         return self.salt or hashlib.sha256(f"mooncake tenant\0{self.tenant_name}".encode()).hexdigest()
+
+    @property
+    def salt_at_engines(self) -> str:
+        """The salt for other engines; the digest of one that vLLM would refuse."""
+        salt = self.cache_salt
+        return salt if re.fullmatch(_SALT_OF_VLLM, salt) else _digest(salt)
 
 
 class _ClientKeysFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -198,7 +198,7 @@ class EndpointPicker:
         client: Client | None = http.state.client
         request = dict(without_transfers(given, gateway.settings.trust_clients))
         if client is not None:
-            request["cache_salt"] = client.entry.cache_salt
+            request["cache_salt"] = client.entry.salt_at_engines
         permit = Permit(gateway.limiter, client, api.num_answers(request), clock.monotonic())
         account: PickedRequest | None = None
         try:
@@ -248,7 +248,7 @@ class EndpointPicker:
         account = PickedCall(path, Permit(gateway.limiter, client, 1, clock.monotonic()), client)
         try:
             if client is not None and path == EMBEDDINGS:
-                request["cache_salt"] = client.entry.cache_salt
+                request["cache_salt"] = client.entry.salt_at_engines
             await settle_model(gateway, request)
             return await self._unplaced(http, head, msgspec.json.encode(request)), account
         except BaseException:

@@ -207,6 +207,19 @@ async def test_which_paths_there_are_is_for_clients_with_a_key(stack: Stack) -> 
             assert response.status == status
 
 
+@pytest.mark.parametrize("salt", ["ab/cd+ef==", "a@b", "a\\b", "a\0b", "a" * 129])
+def test_engines_get_the_digest_of_a_salt_that_vllm_refuses(salt: str) -> None:
+    entry = ClientEntry("anna", key=ANNA, salt=salt)
+    assert entry.cache_salt == salt
+    assert entry.salt_at_engines == hashlib.sha256(salt.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("salt", ["", "ab-cd+ef==", "a" * 128])
+def test_engines_get_any_other_salt_as_it_is(salt: str) -> None:
+    entry = ClientEntry("anna", key=ANNA, salt=salt)
+    assert entry.salt_at_engines == entry.cache_salt
+
+
 async def test_the_salt_comes_from_the_key_and_not_from_the_request(stack: Stack) -> None:
     for key in (ANNA, BORIS, CLARA):
         body = {"prompt": PROMPT, "max_tokens": 1, "cache_salt": "of another tenant"}
@@ -223,7 +236,7 @@ async def test_other_engines_get_the_salt_and_not_the_key(keys: Path) -> None:
         status, _, _ = await front.post(TEXT, body, bearer(ANNA))
         assert status == 200
         for one in front.engines:
-            assert [call["cache_salt"] for call in one.calls] == [read_clients(keys)[0].cache_salt]
+            assert [call["cache_salt"] for call in one.calls] == [read_clients(keys)[0].salt_at_engines]
             assert one.headers[0]["authorization"] == "Bearer the engines' own"
 
 
