@@ -250,6 +250,9 @@ async def prepare(
             request["session_id"] = headers[SESSION_HEADERS[0]]
         else:
             del request["session_id"]
+    more = request.get("vllm_xargs")
+    if isinstance(more, Mapping) and "session_id" in more:  # vLLM reads it where neither of the others is
+        request["vllm_xargs"] = {name: value for name, value in more.items() if name != "session_id"}
     priority, rank = request.get("priority"), rank_of(http)
     if priority is None and (priority := priority_of(http)) is not None:
         # Not beside a priority in the body: engines would prefer the header.

@@ -43,6 +43,7 @@ from mooncake.gateway.limiter import Permit
 from mooncake.gateway.metrics import Slo, Timing, record_answer
 from mooncake.gateway.request_parsing import (
     LAST_SESSION_HEADER,
+    PRIORITY_HEADER,
     RANK_HEADER,
     SESSION_HEADERS,
     names_of,
@@ -305,7 +306,8 @@ class EndpointPicker:
     ) -> tuple[dict[str, str], list[str]]:
         """Headers to set and to remove before an engine gets them."""
         wanted = {name.lower(): value for name, value in for_engines.items()}
-        remove: list[str] = []
+        # A client's priority beside one in the body does not count, but engines would prefer it.
+        remove = [PRIORITY_HEADER.lower()]
         if http.state.client is not None:
             # Neither a client's key for us, nor another tenant's session.
             own = ("authorization", "x-api-key", *SESSION_HEADERS, LAST_SESSION_HEADER)

@@ -257,6 +257,8 @@ async def test_sessions_of_two_tenants_differ_at_an_engine(keys: Path) -> None:
         assert boris == in_body and len({anna, boris, "s"}) == 3
         assert (await named(BORIS, {"X-Session-ID": anna}))[0] not in (anna, boris)
         assert await named(BORIS, {}) == (None, None)
+        await named(BORIS, {}, vllm_xargs={"session_id": anna, "kept": 1})
+        assert engine.calls[-1]["vllm_xargs"] == {"kept": 1}
 
 
 async def test_quotas_are_refused_with_a_pause(stack: Stack) -> None:

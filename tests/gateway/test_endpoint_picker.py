@@ -290,6 +290,18 @@ async def test_an_instance_that_joined_since_the_list_was_made_is_not_picked_out
         monkeypatch.setattr(proxy.gateway.scheduling, "status", status)
 
 
+@pytest.mark.parametrize("priority", [None, 7])
+async def test_an_engine_gets_a_priority_in_a_header_only_without_one_in_the_body(
+    priority: int | None,
+) -> None:
+    """vLLM prefers the header; the conductor and the engine must see the same one."""
+    async with proxied(1) as proxy:
+        answer = await proxy.forward({"prompt": "w20", "priority": priority}, {"x-vllm-priority": "-5"})
+        assert answer.status == 200
+        [headers] = proxy.engines[0].headers
+        assert headers.get("x-vllm-priority") == ("-5" if priority is None else None)
+
+
 async def test_the_prompt_of_a_whole_answer_counts_as_computed_when_that_was_predicted() -> None:
     def num_ttfts() -> float:
         return registry.get_sample_value("vllm:time_to_first_token_seconds_count") or 0.0
