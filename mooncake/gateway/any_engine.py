@@ -323,6 +323,10 @@ async def settle_model(gateway: Gateway, request: dict[str, Any]) -> str:
     if wanted is None or wanted in aliases:
         request["model"] = cards[0].id
         return ""
+    base, _, name = wanted.partition(":")
+    if name and cards[0].owned_by == "sglang" and base in (*aliases, *(card.id for card in cards)):
+        request["model"] = f"{cards[0].id if base in aliases else base}:{name}"
+        return str(name)  # SGLang lists no adapters by this name; it refuses one that it does not have
     raise model_not_found(wanted, ", ".join(card.id for card in cards))
 
 

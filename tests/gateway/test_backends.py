@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from mooncake.gateway import backends as module
 from mooncake.gateway.any_engine import settle_model
 from mooncake.gateway.backends import Backends
 from mooncake.gateway.worker_client import WorkerFailed
-from mooncake.http.openai import ModelCard
+from mooncake.http.openai import ApiError, ModelCard
 from mooncake.types import WorkerRole
 
 
@@ -24,6 +25,7 @@ class Engines:
         self.served: dict[str, str] = {"e:1": "m-v1", "e:2": "m-v1"}
         """The model's name by engine; empty where the engine does not answer."""
         self.num_queries = 0
+        self.owned_by = "vllm"
         self.now = 100.0
         self.backends = Backends(self, "", {})  # type: ignore[arg-type]
         self._gateway: Any = SimpleNamespace(
@@ -41,7 +43,7 @@ class Engines:
         if not self.served[instance]:
             raise WorkerFailed(instance, "no answer")
         name = self.served[instance]
-        return [ModelCard(id=name, created=0, root=name, owned_by="vllm")]
+        return [ModelCard(id=name, created=0, root=name, owned_by=self.owned_by)]
 
     async def name_for(self, wanted: str = "alias") -> str:
         """The model's name that engines get for a request."""
@@ -63,6 +65,17 @@ async def test_an_alias_follows_the_engines_name(engines: Engines) -> None:
     assert await engines.name_for() == "m-v2" and engines.num_queries == 2
     engines.now += 11.0
     assert await engines.name_for("m-v2") == "m-v2" and engines.num_queries == 2, "a known name asks for none"
+
+
+async def test_an_adapter_of_sglang_is_named_behind_its_model(engines: Engines) -> None:
+    for owner in ("vllm", "sglang"):
+        engines.owned_by, engines.now = owner, engines.now + 11.0
+        for wanted in ("m-v1:sql", "alias:sql", "m-v2:sql", "m-v1:"):
+            is_known = owner == "sglang" and wanted in ("m-v1:sql", "alias:sql")
+            with contextlib.nullcontext() if is_known else pytest.raises(ApiError):
+                assert await engines.name_for(wanted) == "m-v1:sql"
+    request: dict[str, Any] = {"model": "alias:sql"}
+    assert await settle_model(engines._gateway, request) == "sql", "blocks of an adapter are its own"
 
 
 async def test_the_known_name_stays_while_no_engine_answers(engines: Engines) -> None:
