@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mooncake.gateway.engine_apis import RESPONSES, EngineApi
+from mooncake.gateway.engine_apis import MESSAGES, RESPONSES, EngineApi
 
 Protocol = Literal["auto", "workers", "pool", "sequential", "push", "bootstrap"]
 
@@ -125,6 +125,8 @@ def supports(protocol: Protocol, api: EngineApi, request: Mapping[str, Any]) -> 
     """
     if request.get("previous_response_id") or any(map(_is_called_by_engine, _list(request.get("tools")))):
         return False
+    if request.get("prompt_logprobs") is not None or request.get("echo"):
+        return False  # an engine computes a whole prompt whose log probabilities it returns, or may return
     if protocol == "pool":
         # vLLM refuses a budget for thinking above the limit of one token, except beside a transfer.
         thinking = request.get("thinking")
@@ -147,6 +149,10 @@ def prefill_body(api: EngineApi, request: Mapping[str, Any], params: Params) -> 
     body |= {name: 1 for name in api.limits if name in body}
     if api is RESPONSES:
         body["store"] = False  # engines store responses unless they are asked not to
+    choice = body.get("tool_choice")
+    if api is MESSAGES and isinstance(choice, Mapping) and choice.get("type") == "tool":
+        # vLLM decodes a chosen tool's arguments, and one token of them is no JSON. The prompt is the same.
+        body["tool_choice"] = {**choice, "type": "auto"}
     return _with(body, params)
 
 

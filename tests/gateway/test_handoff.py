@@ -84,6 +84,29 @@ def test_two_engines_serve_one_sequence(
     assert supports("pool", api, request_body), "each engine of a pool finds the blocks by itself"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}],
+)
+@pytest.mark.parametrize("protocol", ["pool", "push"])
+def test_a_prompt_whose_log_probabilities_are_wanted_goes_to_one_engine(
+    protocol: Protocol, fields: dict[str, object]
+) -> None:
+    """vLLM computes the whole prompt for them, whatever it could load."""
+    assert not supports(protocol, COMPLETIONS, {"prompt": "p", **fields})
+    assert supports(protocol, COMPLETIONS, {"prompt": "p", "logprobs": 1, "echo": False})
+
+
+def test_a_chosen_tool_is_left_to_decode() -> None:
+    """vLLM decodes the arguments of a message's chosen tool, and fails if one token is all of them."""
+    request = {"messages": ["m"], "tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "f"}}
+    assert prefill_body(MESSAGES, request, {})["tool_choice"]["type"] == "auto"
+    assert prefill_body(MESSAGES, {**request, "tool_choice": {"type": "any"}}, {})["tool_choice"] == {
+        "type": "any"
+    }
+    assert decode_body(request, {})["tool_choice"] == request["tool_choice"]
+
+
 def test_only_responses_are_not_stored_by_the_engine_that_computes_the_prompt() -> None:
     request = {"messages": ["m"], "input": "i", "prompt": "p"}
     stored = {api.path: prefill_body(api, request, {}).get("store") for api in (CHAT, MESSAGES, RESPONSES)}
