@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable
 
@@ -49,6 +50,10 @@ CHECK_INTERVAL_S = 1.0
 SCAN_S = 0.02
 SCAN_OBJECTS = 10_000
 """Objects scanned per step when an SSD has come to memory that is full already."""
+MAX_OWED = 1000
+"""Durable objects without a copy for which one is planned in a step."""
+MAX_OWED_VISITED = 16_000
+"""Durable objects visited in it, most of which may be planned already."""
 WORTH_WHILE = 16
 """Least number of objects for a search for the coldest while others are being copied."""
 MAX_WAITING = 4096
@@ -352,14 +357,26 @@ class Tiering:
             if (memory, ssd) not in self._pairs:
                 self._scans.append(list(memory.holders.values()))
         self._pairs = pairs
-        for stored in list(self._owed.values()):
-            self._make_durable(stored, now)
+        has_more = self._plan_owed(now)
         for home in list(self._homes.values()):
             if home.segment.is_mounted:
                 self._relieve(home, now)
             elif not home.dirty_bytes:
                 del self._homes[home.segment]
-        self._check_at = now + (SCAN_S if self._scans else CHECK_INTERVAL_S)
+        self._check_at = now + (SCAN_S if self._scans or has_more else CHECK_INTERVAL_S)
+
+    def _plan_owed(self, now: float) -> bool:
+        """Plan copies of some durable objects that have none yet, the next ones first. While all disks are
+        full they may become millions. Returns whether all of these were planned, and more may be."""
+        num_left, num_before = MAX_OWED, len(self._planned)
+        for object_id in list(itertools.islice(self._owed, MAX_OWED_VISITED)):
+            stored = self._owed[object_id] = self._owed.pop(object_id)  # the last one from now on
+            if object_id not in self._planned:
+                self._make_durable(stored, now)
+                num_left -= 1
+                if not num_left:
+                    break
+        return len(self._planned) - num_before >= MAX_OWED
 
     def _scan(self, now: float) -> None:
         """Scan objects that were in memory before their node had an SSD, or before this master led."""

@@ -10,6 +10,7 @@ import pytest
 from mooncake.errors import Refusal
 from mooncake.store import Store, StoreSettings
 from mooncake.store import messages as m
+from mooncake.store.master import tiering
 from mooncake.store.master.catalog import DISK_FAILING_S
 from mooncake.store.master.tiering import Frequency
 from mooncake.store.settings import MasterSettings
@@ -279,6 +280,42 @@ def put_durable(nodes: Nodes, key: str, host: str = "a") -> None:
     assert place is not None
     nodes.master.objects.writing[key].policy = m.PutPolicy(is_durable=True)
     nodes.post(m.PutEnd([key], [place.object_id], [b"crc!"]), "client", "end")
+
+
+def test_many_durable_objects_without_a_copy_are_looked_at_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While all disks are full they may become millions, and each look at all of them would take seconds."""
+    monkeypatch.setattr(tiering, "MAX_OWED", 4)
+    nodes = Nodes(settings(demote_watermark=1.0))
+    memory, ssd = with_ssd(nodes)
+    for _ in range(2):  # until both are known to be of one node
+        nodes.wait(1.0)
+        memory.beat()
+        ssd.beat()
+    for number in range(20):
+        put_durable(nodes, f"k{number}")
+    failed = ssd.poll(max_tasks=64)
+    assert len(failed) == 20
+    ssd.poll(*(m.TaskDone(one.task_id, Refusal("no_space", FULL)) for one in failed), max_tasks=64)
+    refused: list[str] = []
+    nodes.master.tiers.on_failed = lambda stored, refusal: refused.append(stored.key)
+    seen: dict[str, None] = {}
+    for _ in range(7):
+        refused.clear()
+        nodes.wait(1.0)
+        memory.beat()
+        ssd.beat()
+        assert len(refused) <= 4
+        seen |= dict.fromkeys(refused)
+    assert len(seen) == 19, "all but the one that is tried"
+    assert len(ssd.answered() or ssd.poll(max_tasks=64)) == 1
+    nodes.master.catalog.set_disk_full(nodes.master.segments.mounted["a/ssd"], "", nodes.now)
+    for _ in range(8):
+        nodes.wait(0.2)
+        memory.beat()
+        ssd.beat()
+    assert nodes.master.segments.mounted["a/ssd"].num_tasks == 20, "without a pause once they can be planned"
 
 
 def test_a_durable_object_is_copied_though_there_is_room() -> None:
