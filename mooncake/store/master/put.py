@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -62,6 +63,8 @@ FREE_SHARE = 1 / 32
 """Least share of a segment that must be free after a preallocation."""
 
 NOT_ON_SSD = Refusal("no_ssd", "it is stored, but no copy of it is on SSD")
+_MAY_WAIT = "no_space", "quota_exceeded"
+"""Codes of refusals for which a put may wait."""
 _NOT_GIVEN = Refusal(
     "expired", "the space was not preallocated for this client by this master, or its time is over"
 )
@@ -117,7 +120,10 @@ class PutRequests:
             message = msgspec.structs.replace(message, policy=kept)
         if not isinstance(account, Refusal) and len(indices) > 1 and _is_uniform(message, account):
             indices = self._reserve_rows(message, indices, reserved, refusals, placement, account, now)
+        least_refused: float = math.inf
         for index in indices:
+            if index in refusals and message.sizes[index] >= least_refused:
+                continue  # again: a thousand waiting puts of many keys would keep this master busy
             outcome: m.Reserved | Refusal | None
             if isinstance(account, Refusal):
                 outcome = account
@@ -126,6 +132,8 @@ class PutRequests:
             refusals.pop(index, None)
             if isinstance(outcome, Refusal):
                 refusals[index] = outcome
+                if outcome.code in _MAY_WAIT:
+                    least_refused = min(least_refused, message.sizes[index])
             else:
                 reserved[index] = outcome
         if isinstance(account, Refusal):
@@ -630,7 +638,7 @@ def _is_uniform(message: m.PutStart, account: Account) -> bool:
 
 def _missing(refusals: dict[int, Refusal]) -> list[int]:
     """The refused keys for which there is no room now."""
-    return sorted(at for at, refusal in refusals.items() if refusal.code in ("no_space", "quota_exceeded"))
+    return sorted(at for at, refusal in refusals.items() if refusal.code in _MAY_WAIT)
 
 
 def check_relations(message: m.PutStart | m.PutWritten, index: int) -> Refusal | None:

@@ -12,6 +12,8 @@ from mooncake.errors import Refusal
 from mooncake.rpc.wire import Failure
 from mooncake.store import messages as m
 from mooncake.store.master.effects import Reply
+from mooncake.store.master.objects import Extent
+from mooncake.store.master.placement import FreeSpace
 from mooncake.store.master.put_queue import HOLD_S, MAX_WAITING, NodeReturns
 from mooncake.store.master.segments import RETURN_S, Segment
 from mooncake.types import Tier
@@ -88,6 +90,29 @@ def test_puts_are_served_in_order_and_a_batch_piece_by_piece() -> None:
     assert started is not None and None not in started.reserved and scene.answer("m") is None
     scene.copy_one()
     assert scene.answer("m") is not None
+
+
+def test_a_batch_is_tried_again_up_to_the_first_key_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each demotion, for a thousand waiting puts of thousands of keys."""
+    scene = Scene()
+    scene.poll()
+    scene.start(*(f"k{number}" for number in range(100)))
+    tried: list[int] = []
+    make_room = FreeSpace.make_room
+
+    def counted(space: FreeSpace, size_bytes: int, *more: Any) -> list[Extent] | Refusal:
+        tried.append(size_bytes)
+        return make_room(space, size_bytes, *more)
+
+    monkeypatch.setattr(FreeSpace, "make_room", counted)
+    scene.copy_one()
+    assert tried == [1024, 1024], "one has room now, and the next one has none"
+    scene.copy_one()
+    assert len(tried) == 4
+    scene.live(5.0)
+    started = scene.answer("k0")
+    assert started is not None and started.reserved.count(None) == 98
+    assert [one.code for one in started.refusals.values()] == ["no_space"] * 98
 
 
 def test_a_put_is_refused_when_its_waiting_time_is_over() -> None:
