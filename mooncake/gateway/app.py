@@ -88,7 +88,13 @@ async def serve(settings: GatewaySettings, add_pages: AddPages | None = None) ->
     tokenizer = await asyncio.to_thread(load_tokenizer, settings)
     gateway = Gateway(settings, tokenizer)
     app, operator_app = create_app(gateway), create_operator_app(gateway)
-    server = HttpServer(app, listening, tls=tls, max_connections=settings.max_connections)
+    server = HttpServer(
+        app,
+        listening,
+        tls=tls,
+        max_connections=settings.max_connections,
+        body_budget_bytes=settings.max_bodies_bytes,
+    )
     operator_server = HttpServer(operator_app, for_operators, max_connections=MAX_OPERATORS)
     key_watch = asyncio.create_task(watch_client_keys(gateway))
     pages = contextlib.AsyncExitStack()

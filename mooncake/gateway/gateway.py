@@ -172,6 +172,9 @@ class GatewaySettings(ServingSettings):
     max_body_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 8 << 20
     "The largest body of a request; a larger one is refused with 413 before it is read."
 
+    max_bodies_bytes: Annotated[int, Size, Meta(ge=1 << 10)] = 256 << 20
+    "Memory for bodies until their answers have ended, at least twice the largest; beyond it 503."
+
     sibling_memory_bytes: Annotated[int, Size, Meta(ge=0)] = 64 << 20
     "Memory for recent prompts: `explain` shows where a prompt left its nearest sibling; 0 is off."
 

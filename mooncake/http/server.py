@@ -53,7 +53,7 @@ CLOSE_GRACE_S = 0.5
 """Time that a closing server waits for its peers to read what it has written."""
 
 BODY_BUDGET_BYTES = 64 << 20
-"""Bytes of bodies that a server holds at a time, in addition to the largest that it accepts."""
+"""Bytes of bodies that a server holds at a time, or twice the largest that it accepts, if that is more."""
 
 CLOSE_EXTENSION = "mooncake.cut"
 """Extension of the ASGI scope by which an application closes a connection whose peer reads nothing."""
@@ -540,6 +540,7 @@ class HttpServer:
     Args:
         deadlines: deadlines of its connections.
         max_connections: limit in addition to the one from the limit of files; 0 for no other limit.
+        body_budget_bytes: bytes of bodies that it holds at a time; at least twice the largest one.
     """
 
     def __init__(
@@ -551,11 +552,12 @@ class HttpServer:
         *,
         deadlines: Deadlines | None = None,
         max_connections: int = 0,
+        body_budget_bytes: int = BODY_BUDGET_BYTES,
     ) -> None:
         self._socket = listening
         self.port: int = listening.getsockname()[1]
         deadlines = deadlines or Deadlines()
-        self.bodies = BodyBudget()
+        self.bodies = BodyBudget(body_budget_bytes)
         self.acceptor = ConnectionAcceptor(listening, deadlines, max_connections, tls)
         config = uvicorn.Config(
             self._with_bodies(app),

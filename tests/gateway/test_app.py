@@ -422,7 +422,7 @@ STREAM = {"prompt": "w20 w21", "max_tokens": 3, "stream": True}
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, drain_s: float
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, drain_s: float, **more: Any
 ) -> AsyncIterator[tuple[str, aiohttp.ClientSession, asyncio.Task[None]]]:
     """The URL, a client and the task of a gateway as its process runs it, in front of ``engine``."""
     listening = listen("127.0.0.1", 0)
@@ -430,7 +430,7 @@ async def serving(
     monkeypatch.setattr(gateway_app, "load_tokenizer", lambda settings: None)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     await engine.start()
-    settings = GatewaySettings(decode=(engine.address,), probe_interval_s=0.05, drain_s=drain_s)
+    settings = GatewaySettings(decode=(engine.address,), probe_interval_s=0.05, drain_s=drain_s, **more)
     task = asyncio.create_task(serve(settings))
     async with aiohttp.ClientSession() as session:
 
@@ -491,6 +491,28 @@ async def test_answers_that_do_not_end_are_cut(monkeypatch: pytest.MonkeyPatch, 
             task.cancel()
         assert b"gateway_stopping" in await response.read()
         await asyncio.wait([task])
+
+
+async def test_bodies_of_answers_in_progress_have_the_memory_that_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Agents send their whole context with each request, and many answers at a time hold such a body."""
+    limits = {"max_body_bytes": 1 << 10, "max_bodies_bytes": 4 << 10}
+    engine = Engine(Wire(), gate=asyncio.Event())
+    body = {**STREAM, "user": "x" * 900}
+    async with (
+        serving(engine, monkeypatch, 60.0, **limits) as (url, session, _),
+        contextlib.AsyncExitStack() as s,
+    ):
+        held = [await s.enter_async_context(session.post(url + TEXT, json=body)) for _ in range(4)]
+        assert [one.status for one in held] == [200] * 4
+        async with session.post(url + TEXT, json=body) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (503, "overloaded")
+        assert engine.gate is not None
+        engine.gate.set()
+        assert all([(await one.read()).endswith(b"data: [DONE]\n\n") for one in held])
+        async with session.post(url + TEXT, json=body) as later:
+            assert later.status == 200
 
 
 def test_wrong_instances_are_named() -> None:
