@@ -112,6 +112,9 @@ class MooncakeStoreService:
         is_insecure: without a key, allow all of this for callers on other hosts, too.
     """
 
+    _last_id = ""
+    """Id of the segment that ``reconfigure`` has mounted last; others may be left mounted before it."""
+
     def __init__(
         self,
         config_path: str | None = None,
@@ -133,16 +136,20 @@ class MooncakeStoreService:
         """Ids of the segments that ``reconfigure`` has mounted."""
         self.last_mount_info: dict[str, Any] = {}
         """Path, size, offset, protocol and location of the last one."""
-        self._last_id = ""
-        """Id of that one, which is not always the first of those that are left mounted."""
         self._state_lock = asyncio.Lock()
 
     # Start and stop
 
-    async def start_store_service(self, max_wait_time: float = 60.0) -> bool:
-        """Connect to the master; retries every second for ``max_wait_time`` seconds."""
+    async def start_store_service(
+        self, max_wait_time: float = 60.0, shutdown_event: asyncio.Event | None = None
+    ) -> bool:
+        """Connect to the master; retries every second for ``max_wait_time`` seconds.
+
+        False when it does not answer in time, or when ``shutdown_event`` is set before it does.
+        """
         config, deadline = self.config, clock.monotonic() + max_wait_time
-        while True:
+        shutdown = asyncio.Event() if shutdown_event is None else shutdown_event
+        while not shutdown.is_set():
             store = MooncakeDistributedStore()
             code = await asyncio.to_thread(
                 store.setup,
@@ -162,16 +169,20 @@ class MooncakeStoreService:
                 root_fs_dir=config.root_fs_dir,
                 cluster_id=config.cluster_id,
             )
-            if code == 0:
+            if code == 0 and not shutdown.is_set():
                 self.store = store
                 log.info("store_ready", master=config.master_server_address)
                 return True
             await asyncio.to_thread(store.close)
+            if shutdown.is_set():
+                break
             if clock.monotonic() + RETRY_S > deadline:
                 log.error("store_failed", master=config.master_server_address, code=code)
                 return False
             log.warning("store_not_ready", master=config.master_server_address, code=code)
-            await asyncio.sleep(RETRY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(shutdown.wait(), RETRY_S)
+        return False
 
     async def start_http_service(self, port: int = 8080, host: str = "0.0.0.0") -> bool:
         """Listen and set ``self.port``.
@@ -331,7 +342,7 @@ class MooncakeStoreService:
         key = _key(request.match_info["key"])
         code = await self._run(lambda: self.store.is_exist(key))
         if code < 0:
-            return _error(f"Exist operation failed ({code})", 500)
+            return _error(f"Exist check failed ({code})", 500)
         return web.json_response({"exists": code == 1})
 
     @_answered
@@ -414,19 +425,19 @@ class MooncakeStoreService:
         segment = _shared_segment(body, "path", self.config.protocol) if mode == "decode" else None
         async with self._state_lock:
             before, fresh = list(self.mounted_segment_ids), list[str]()
-            is_mounted = self._last_id in before and self.store._has_segment(self._last_id)
+            is_mounted = self._last_id in before and self._may_be_mounted(self._last_id)
             if segment is not None and is_mounted and segment == self.last_mount_info:
                 before.remove(self._last_id)
                 fresh = [self._last_id]
             elif segment is not None:
                 outcome = await self._mount_shared(segment)
                 if outcome["ret"] != 0:
-                    why = f"Mount failed ({outcome['ret']}); keeping previous {self.current_mode} segments"
-                    return _error(why, 500, mode=self.current_mode)
+                    kept = "keeping previous decode segments" if before else "rolled back to prefill"
+                    return _error(f"Mount failed ({outcome['ret']}); {kept}", 500, mode=self.current_mode)
                 fresh = list(outcome["segment_ids"])
             self.mounted_segment_ids = fresh + before
             failed = await self._unmount(self.store.unmount_segment, before, grace_s)
-            gone = [one for one in failed if not self.store._has_segment(one)]
+            gone = [one for one in failed if not self._may_be_mounted(one)]
             self._forget(gone)  # they are unmounted already, in another way or with their store
             if fresh:
                 self.current_mode, self.last_mount_info = "decode", dict(segment or {})
@@ -449,6 +460,11 @@ class MooncakeStoreService:
         self._forget([one for one in ids if one not in failed])
         return failed
 
+    def _may_be_mounted(self, segment_id: str) -> bool:
+        """Whether an attempt to unmount it may succeed; a program's own store is not expected to know."""
+        known: Callable[[str], bool] | None = getattr(self.store, "_has_segment", None)
+        return known is None or known(segment_id)
+
     def _forget(self, ids: Sequence[str]) -> None:
         """Note that these segments are no longer mounted."""
         self.mounted_segment_ids = [one for one in self.mounted_segment_ids if one not in ids]
@@ -464,18 +480,19 @@ class MooncakeStoreService:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     content = _content.get()
-    if content is None:
-        content = await request.read()
-    charset = request.charset or "utf-8"
-    if charset.lower() not in CHARSETS:
-        raise _BadRequest(f"the body is in {charset[:100]!r}; allowed: {', '.join(CHARSETS)}")
     try:
-        body = json.loads(content.decode(charset))
-    except (ValueError, RecursionError) as error:  # not JSON; nested too deeply
+        body = await request.json() if content is None else _decoded(content, request.charset or "utf-8")
+    except (ValueError, LookupError, RecursionError) as error:  # not JSON; nested too deeply
         raise _BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise _BadRequest("the body must be a JSON object")
     return body
+
+
+def _decoded(content: bytes, charset: str) -> Any:
+    if charset.lower() not in CHARSETS:
+        raise _BadRequest(f"the body is in {charset[:100]!r}; allowed: {', '.join(CHARSETS)}")
+    return json.loads(content.decode(charset))
 
 
 def _text(field: str, value: Any) -> str:

@@ -471,6 +471,44 @@ async def test_reconfigure_after_its_segment_was_unmounted(rest: RunningService)
     assert rest.service.mounted_segment_ids == []
 
 
+class BareStore:
+    """A program's own store, with nothing but the calls that the service documents."""
+
+    def mount_segment(
+        self, path: str, size: int, offset: int, protocol: str, location: str
+    ) -> dict[str, Any]:
+        return {"ret": -1 if "bad" in path else 0, "segment_ids": [path]}
+
+    def unmount_segment(self, ids: list[str], grace_s: int = 0) -> int:
+        return -1 if "stuck" in ids[0] else 0
+
+
+class ParsedRequest:
+    """A request of a program that calls a handler itself."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    async def json(self) -> Any:
+        return self._body
+
+
+async def test_a_program_may_call_the_handlers_with_a_store_of_its_own() -> None:
+    service = MooncakeStoreService(None, CONFIG)
+    service.store = BareStore()
+
+    async def reconfigure(**body: Any) -> tuple[int, Any]:
+        answer = await service.handle_reconfigure(cast(web.Request, ParsedRequest(body)))
+        return answer.status, json.loads(answer.text or "")
+
+    status, answer = await reconfigure(mode="decode", path="bad", size=4096)
+    assert status == 500 and "rolled back to prefill" in answer["error"]
+    for path, left in (("stuck", ["stuck"]), ("stuck", ["stuck"]), ("next", ["next", "stuck"])):
+        status, answer = await reconfigure(mode="decode", path=path, size=4096)
+        assert (status, answer["segment_ids"]) == (200, [f"/dev/shm/{one}" for one in left])
+    assert (await reconfigure(mode="prefill"))[1]["failed_segment_ids"] == ["/dev/shm/stuck"]
+
+
 async def test_an_exception_of_the_store_is_a_500(
     rest: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +526,13 @@ async def test_a_taken_port_and_a_master_that_does_not_answer(rest: RunningServi
         await other.start_http_service(rest.service.port, "127.0.0.1")
     rest.store.code = -1
     assert not await other.start_store_service(0.0)
+    shutdown = asyncio.Event()
+    starting = asyncio.create_task(other.start_store_service(3600.0, shutdown_event=shutdown))
+    await asyncio.sleep(0)
+    shutdown.set()
+    assert not await starting and other.store is None
+    rest.store.code = 0
+    assert not await other.start_store_service(shutdown_event=shutdown) and other.store is None
 
 
 @pytest.mark.parametrize(
