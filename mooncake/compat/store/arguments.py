@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from mooncake.errors import InvalidArgument
 from mooncake.store.client.buffers import span_to_read
 from mooncake.store.messages import MAX_KEY_BYTES
 
@@ -97,7 +98,10 @@ def span_of_value(what: str, value: Any) -> tuple[Span, Any]:
     except TypeError:
         raise TypeError(f"{what}(): value must be bytes-like, not {type(value).__name__}") from None
     kept = view if view.c_contiguous else view.tobytes()
-    return span_to_read(kept), kept
+    try:
+        return span_to_read(kept), kept
+    except InvalidArgument as error:  # an array of objects: its bytes are addresses of this process
+        raise TypeError(f"{what}(): value must be bytes-like: {error}") from None
 
 
 def total_bytes(spans: Sequence[Span]) -> int:

@@ -82,6 +82,7 @@ def _address(name: str) -> int:
 
 def bind_to_numa_node(node: int) -> None:
     """Run this thread on the cores of a NUMA node and prefer its memory; warn if there is no such node."""
+    node = number("bind_to_numa_node", "node", node)
     try:
         cores = _cores((NODES / f"node{node:d}" / "cpulist").read_text())
         os.sched_setaffinity(0, cores)

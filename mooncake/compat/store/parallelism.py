@@ -78,8 +78,17 @@ class TensorParallelism:
 
     __slots__ = ("axes",)
 
+    axes: list[ParallelAxis]
+
     def __init__(self, axes: Sequence[ParallelAxis] = ()) -> None:
         self.axes = list(axes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "axes":
+            if not isinstance(value, list | tuple):
+                raise TypeError(f"axes {value!r}: a list of ParallelAxis")
+            value = list(value)
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return f"<TensorParallelism {self.axes}>"
@@ -94,12 +103,19 @@ class ReadTarget:
         self.mode = mode
         self.parallelism = parallelism
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "parallelism" and not (value is None or hasattr(value, "axes")):
+            raise TypeError(f"parallelism {value!r}: a TensorParallelism, or None")
+        object.__setattr__(self, name, value)
+
     @property
     def mode(self) -> str:
         return self._mode
 
     @mode.setter
     def mode(self, value: str) -> None:
+        if not isinstance(value, str):
+            raise TypeError(f"mode {value!r}: a str")
         if value not in MODES:
             raise RuntimeError(f"mode {value!r}: {', '.join(MODES)}")
         self._mode = value

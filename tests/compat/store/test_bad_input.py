@@ -60,7 +60,7 @@ def test_invalid_values(store: MooncakeDistributedStore) -> None:
     big = np.zeros(17 * MIB, np.uint8)
     assert store.put_from("oversized", here(big), big.nbytes) == -200, "larger than any segment"
     assert store.is_exist("oversized") == 0
-    for value in (None, 7, "text", object(), ["a"]):
+    for value in (None, 7, "text", object(), ["a"], np.array([None])):
         with pytest.raises(TypeError, match="put"):
             store.put("wrong", value)
     with pytest.raises(TypeError, match="parts must be 1-D bytes-like"):

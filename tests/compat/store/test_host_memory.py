@@ -53,6 +53,8 @@ def test_functions_can_be_called_by_address() -> None:
 def test_an_unknown_numa_node_changes_nothing() -> None:
     before = os.sched_getaffinity(0)
     bind_to_numa_node(4096)
+    with pytest.raises(TypeError, match="node"):
+        bind_to_numa_node("0")  # type: ignore[arg-type]
     assert os.sched_getaffinity(0) == before
     bind_to_numa_node(0)
     assert os.sched_getaffinity(0)

@@ -61,6 +61,17 @@ def test_invalid_attributes_are_refused_when_they_are_set() -> None:
         axis.ranks = 1
     with pytest.raises(RuntimeError, match="as_stored, shard, full"):
         ReadTarget("half")
+    target, parallelism = ReadTarget(), TensorParallelism([axis])
+    target.parallelism = parallelism
+    for owner, name, value in (
+        (target, "mode", 3),
+        (target, "parallelism", 3),
+        (parallelism, "axes", 3),
+        (parallelism, "axes", "tp"),
+    ):
+        with pytest.raises(TypeError, match=name):
+            setattr(owner, name, value)
+    assert (target.mode, target.parallelism, parallelism.axes) == ("as_stored", parallelism, [axis])
 
 
 @pytest.mark.parametrize(

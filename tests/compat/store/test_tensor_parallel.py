@@ -352,7 +352,7 @@ def test_attributes_are_checked_when_they_are_set() -> None:
         ParallelAxis().rank = None  # type: ignore[assignment]
     for thing in (ParallelAxis(), TensorParallelism(), ReadTarget()):
         with pytest.raises(AttributeError):
-            thing.other = 1  # type: ignore[union-attr]
+            thing.other = 1
     target = ReadTarget()
     target.mode = "shard"
     target.parallelism = TensorParallelism()
