@@ -305,7 +305,7 @@ class BufferPool:
     Args:
         store: a ``MooncakeDistributedStore``, or anything with ``register_buffer``, ``unregister_buffer``.
         max_bytes: limit for all leases together, at least the store's local buffer; 0 is no limit.
-        min_size_class, max_size_class: checked, without effect.
+        min_size_class, max_size_class: without effect.
         alignment: alignment of memory that is allocated for one lease.
         block_on_exhaustion: wait for a release, for ``default_timeout`` seconds if that is given.
         max_regions: most leases at a time; None is no limit.
@@ -332,8 +332,8 @@ class BufferPool:
                 f"BufferPool: max_bytes ({max_bytes}) must not be negative, min_size_class "
                 f"({min_size_class}) must be positive, alignment ({alignment}) a power of two"
             )
-        if max_size_class is not None and max_size_class < min_size_class:
-            raise RuntimeError(f"BufferPool: max_size_class {max_size_class} is below {min_size_class}")
+        if not callable(getattr(store, "register_buffer", None)):
+            raise RuntimeError(f"BufferPool: store must be a MooncakeDistributedStore, not {store!r}")
         local: LocalBuffer | None = getattr(store, "_local_buffer", lambda: None)()
         self._leased = LeasedMemory(store, local)
         # ``setup`` has already granted the local buffer: the limit is for the memory beyond it.
@@ -375,7 +375,7 @@ class BufferPool:
                     )
                 left_s = math.inf if until is None else until - time.monotonic()
                 if left_s <= 0:
-                    raise BufferPoolTimeout(f"acquire: no {size} bytes were released within {timeout_s} s")
+                    raise BufferPoolTimeout(f"acquire: timed out: no {size} bytes released in {timeout_s} s")
                 self._leased.changed.wait(min(left_s, COLLECTED_S))
         return BufferLease(self, memory, size)
 
@@ -385,6 +385,8 @@ class BufferPool:
 
     def prewarm(self, size: int, count: int) -> None:
         """Touch memory for ``count`` leases, so that the first ones find it resident."""
+        if number("prewarm", "count", count) < 0:
+            raise TypeError(f"prewarm: count {count} is negative")
         leases = [self.acquire(size, block=False) for _ in range(count)]
         for lease in leases:
             np.frombuffer(lease.buffer, np.uint8)[:: mmap.PAGESIZE] = 0

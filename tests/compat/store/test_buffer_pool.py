@@ -316,7 +316,7 @@ def test_an_exhausted_pool_waits_or_fails() -> None:
     lease = pool.acquire(1)
     with pytest.raises(RuntimeError, match="exhausted"):
         pool.acquire(1, block=False)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="timed out"):
         pool.acquire(1, timeout=0.01)
     found = []
     waiting = threading.Thread(target=lambda: found.append(pool.acquire(1, timeout=30)))
@@ -337,10 +337,17 @@ def test_regions_are_limited(store: MooncakeDistributedStore) -> None:
 
 
 def test_bad_arguments_are_named(store: MooncakeDistributedStore) -> None:
-    for bad in ({"alignment": 3}, {"max_bytes": -1}, {"min_size_class": 0}, {"max_size_class": 1}):
+    for bad in ({"alignment": 3}, {"max_bytes": -1}, {"min_size_class": 0}):
         arguments: dict[str, Any] = bad
         with pytest.raises(RuntimeError, match=next(iter(arguments))):
             BufferPool(store, **arguments)
+    for no_store in (None, "store"):
+        with pytest.raises(RuntimeError, match="store must be"):
+            BufferPool(no_store)
+    pool = BufferPool(store, max_size_class=4096)  # below the smallest class, and without effect
+    with pytest.raises(TypeError, match="negative"):
+        pool.prewarm(4096, -1)
+    pool.acquire(8192).release()
 
 
 def test_a_pool_of_a_store_that_is_not_set_up() -> None:
