@@ -13,8 +13,9 @@ most of the log is obsolete (``wants_compaction``).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterable
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Container, Iterable, Iterator
 
 import msgspec
 
@@ -22,6 +23,8 @@ from mooncake.files.frames import PLAIN, Framing, Scan
 from mooncake.store.messages import SegmentEntry
 
 MIN_COMPACTION_BYTES = 4 << 20
+HALF_LIST = 1000
+"""Numbers in each half of a list of ``SortedOffsets`` that is divided."""
 
 
 class EntryHeld(msgspec.Struct, frozen=True, array_like=True, tag="held"):
@@ -54,6 +57,53 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[IndexRecord] = msgspec.msgpack.Decoder(IndexRecord)
 
 
+class SortedOffsets:
+    """Ascending numbers in lists of bounded length: with millions of objects, an insertion into one long list
+    would take longer than the copy of an object."""
+
+    def __init__(self, offsets: Iterable[int] = ()) -> None:
+        ordered = sorted(offsets)
+        self._lists = [ordered[at : at + HALF_LIST] for at in range(0, len(ordered), HALF_LIST)]
+        self._firsts = [one[0] for one in self._lists]
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(self._lists)
+
+    def add(self, offset: int) -> None:
+        if not self._lists:
+            self._lists, self._firsts = [[]], [offset]
+        at = max(0, bisect_right(self._firsts, offset) - 1)
+        numbers = self._lists[at]
+        insort(numbers, offset)
+        if len(numbers) > 2 * HALF_LIST:
+            self._lists[at : at + 1] = [numbers[:HALF_LIST], numbers[HALF_LIST:]]
+            self._firsts.insert(at + 1, numbers[HALF_LIST])
+        self._firsts[at] = numbers[0]
+
+    def remove(self, offset: int) -> None:
+        at = bisect_right(self._firsts, offset) - 1
+        numbers = self._lists[at]
+        del numbers[bisect_left(numbers, offset)]
+        if numbers:
+            self._firsts[at] = numbers[0]
+        else:
+            del self._lists[at], self._firsts[at]
+
+    def around(self, start: int, end: int) -> Iterator[int]:
+        """The last number up to ``start``, and those behind it that are less than ``end``."""
+        for at in range(max(0, bisect_right(self._firsts, start) - 1), len(self._lists)):
+            numbers = self._lists[at]
+            for offset in numbers[max(0, bisect_right(numbers, start) - 1) :]:
+                if offset >= end:
+                    return
+                yield offset
+
+    def check(self) -> None:
+        assert self._firsts == [numbers[0] for numbers in self._lists]
+        assert all(len(numbers) <= 2 * HALF_LIST for numbers in self._lists)
+        assert list(self) == sorted(self)
+
+
 class SsdIndex:
     """Entries by object. Methods that change it return the bytes to be appended to the log.
 
@@ -70,8 +120,8 @@ class SsdIndex:
         """Object id -> entry."""
         self.unflushed: dict[int, None] = {}
         """Ids of entries whose bytes are not known to be durable."""
-        self._offsets: list[int] = []
-        """Offsets of all entries, ascending; entries don't overlap."""
+        self._offsets = SortedOffsets()
+        """Offsets of all entries; entries don't overlap."""
         self._at: dict[int, int] = {}
         """Offset -> object id."""
         self.found: Scan = framing.scan(content, begin)
@@ -90,9 +140,7 @@ class SsdIndex:
 
     def overlapping(self, offset: int, size_bytes: int) -> list[int]:
         """Ids of the objects that have bytes in this range."""
-        first = max(0, bisect_right(self._offsets, offset) - 1)
-        last = bisect_left(self._offsets, offset + size_bytes)
-        found = [self.entries[self._at[at]] for at in self._offsets[first:last]]
+        found = [self.entries[self._at[at]] for at in self._offsets.around(offset, offset + size_bytes)]
         return [entry.object_id for entry in found if entry.offset + entry.size_bytes > offset]
 
     def hold(self, entry: SegmentEntry, *, is_flushed: bool = True) -> bytes:
@@ -139,7 +187,8 @@ class SsdIndex:
         self._framing = framing or self._framing
 
     def check(self) -> None:
-        assert self._offsets == sorted(self._at) and len(self._at) == len(self.entries)
+        self._offsets.check()
+        assert list(self._offsets) == sorted(self._at) and len(self._at) == len(self.entries)
         end = 0
         for at in self._offsets:
             entry = self.entries[self._at[at]]
@@ -153,8 +202,7 @@ class SsdIndex:
         return content
 
     def _insert(self, entry: SegmentEntry) -> None:
-        at = bisect_left(self._offsets, entry.offset)
-        self._offsets.insert(at, entry.offset)
+        self._offsets.add(entry.offset)
         self._at[entry.offset] = entry.object_id
         self.entries[entry.object_id] = entry
 
@@ -164,7 +212,7 @@ class SsdIndex:
             entry = self.entries.pop(object_id, None)
             if entry is not None:
                 del self._at[entry.offset]
-                del self._offsets[bisect_left(self._offsets, entry.offset)]
+                self._offsets.remove(entry.offset)
 
     def _fold(self, records: list[IndexRecord]) -> None:
         """Apply ``records`` all at once, because insertion one by one would take minutes."""
@@ -190,7 +238,7 @@ class SsdIndex:
                     self.unflushed[entry.object_id] = None
             number += 1
         self._at = {entry.offset: entry.object_id for entry in self.entries.values()}
-        self._offsets = sorted(self._at)
+        self._offsets = SortedOffsets(self._at)
 
     def __repr__(self) -> str:
         return f"<SsdIndex of {len(self.entries)} objects, {self.num_bytes} bytes>"

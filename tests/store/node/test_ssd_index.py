@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from bisect import insort
+from random import Random
+
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.files.frames import PLAIN
 from mooncake.store.messages import SegmentEntry
-from mooncake.store.node.ssd_index import SsdIndex, compacted
+from mooncake.store.node import ssd_index
+from mooncake.store.node.ssd_index import SortedOffsets, SsdIndex, compacted
 
 PAGE = 4096
 
@@ -134,3 +139,31 @@ def test_replaying_a_log_gives_the_state_that_wrote_it(
     assert folded(content + b"\x07\0\0\0torn").entries == index.entries
     assert folded(compacted(again.in_order())).entries == index.entries
     assert SsdIndex(content[:torn_at]).num_bytes <= torn_at
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_offsets_are_in_order_in_lists_of_bounded_length(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd_index, "HALF_LIST", 4)
+    random = Random(seed)
+    known = sorted(random.sample(range(1000), 50 * seed))
+    offsets = SortedOffsets(known)
+    for _ in range(400):
+        if known and random.random() < 0.45:
+            offsets.remove(known.pop(random.randrange(len(known))))
+        else:
+            number = random.randrange(1000)
+            if number in known:
+                continue
+            insort(known, number)
+            offsets.add(number)
+        offsets.check()
+        assert list(offsets) == known
+        start = random.randrange(1000)
+        end = start + random.randrange(1, 300)
+        first = max((one for one in known if one <= start), default=start)
+        assert list(offsets.around(start, end)) == [one for one in known if first <= one < end]
+    for number in known:
+        offsets.remove(number)
+    assert not list(offsets) and not list(offsets.around(0, 1000))
+    offsets.add(7)
+    assert list(offsets.around(7, 8)) == [7]
