@@ -246,7 +246,7 @@ async def prepare(
     if session:
         headers[SESSION_HEADERS[0]] = session_at_engines(http, session)
     if isinstance(request.get("session_id"), str):  # engines prefer it to the header
-        if request["session_id"] == session:
+        if session and request["session_id"] == session:
             request["session_id"] = headers[SESSION_HEADERS[0]]
         else:
             del request["session_id"]

@@ -267,6 +267,7 @@ async def test_an_engine_gets_one_session() -> None:
         assert await session_at_engine(front, {"X-Session-ID": "h"}, session_id="b" * 257) == ("h", None)
         hostile = "s\r\nX-data-parallel-rank: 3"
         assert await session_at_engine(front, {}, session_id=hostile) == (None, None)
+        assert await session_at_engine(front, {}, session_id="") == (None, None)
         assert await session_at_engine(front, {}, prompt_cache_key="key") == ("key", None)
 
 
