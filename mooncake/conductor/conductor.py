@@ -823,7 +823,7 @@ class Conductor:
                     others = self._ready(instance.role, {instance.id: None})
                     self.loads.became_ready(instance.slot, now, others)
                 # Also after a short absence: it may have been restarted in between.
-                effects.append(Watch(instance.id))
+                effects.append(Watch(instance.id, health is Health.SUSPECT and instance.is_watched))
                 instance.is_watched = True
         if instance.is_lost is not was_lost:
             self._members_changed()

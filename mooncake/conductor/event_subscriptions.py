@@ -499,6 +499,9 @@ class EventSubscriptions:
         self._post = post
         self._caller = caller or HttpClientAuth()
         self._tasks: dict[InstanceId, asyncio.Task[None]] = {}
+        self._followed: dict[InstanceId, _Sources] = {}
+        """The publishers of each instance whose events are followed."""
+        self._checks: dict[InstanceId, asyncio.Task[None]] = {}
         self._context = zmq.asyncio.Context()
         self._listeners: dict[str, EventListener] = {}
         self._given = read_sources(settings.event_sources)
@@ -519,15 +522,26 @@ class EventSubscriptions:
             self._begin(POOL, subscribe(self._context, EventReader(POOL), source, self._post))
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *self._checks.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in self._listeners.values():
             listener.close()
         self._context.destroy(linger=0)
 
-    def follow(self, instance: InstanceId) -> None:
-        """Follow an instance from the oldest event it can replay."""
+    def follow(self, instance: InstanceId, was_suspect: bool = False) -> None:
+        """Follow an instance from the oldest event it can replay.
+
+        One that ``was_suspect`` is followed as before unless it names other publishers: a failed request must
+        not cost what is known of its blocks, of which an engine replays a part at most. The end of a
+        connection is noticed by itself.
+        """
+        task = self._tasks.get(instance)
+        if was_suspect and task is not None and not task.done() and instance in self._followed:
+            if instance not in self._checks:
+                self._checks[instance] = asyncio.get_running_loop().create_task(self._check(instance))
+            return
         self._stop(instance)
         self._begin(instance, self._follow(instance))
 
@@ -537,9 +551,24 @@ class EventSubscriptions:
         self.identities.pop(instance, None)
 
     def _stop(self, instance: InstanceId) -> None:
-        task = self._tasks.pop(instance, None)
-        if task is not None:
-            task.cancel()
+        self._followed.pop(instance, None)
+        for tasks in (self._tasks, self._checks):
+            task = tasks.pop(instance, None)
+            if task is not None:
+                task.cancel()
+
+    async def _check(self, instance: InstanceId) -> None:
+        """Follow an instance anew if it names other publishers than those that are followed."""
+        try:
+            found = self._given_sources(instance) or await self._query_sources(instance)
+        except msgspec.MsgspecError:
+            found = None
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return  # that says nothing of its events
+        finally:
+            self._checks.pop(instance, None)
+        if found != self._followed.get(instance):
+            self.follow(instance)
 
     def _begin(self, instance: InstanceId, following: Awaitable[None]) -> None:
         async def run_until_error() -> None:
@@ -556,10 +585,7 @@ class EventSubscriptions:
         self._tasks[instance] = asyncio.get_running_loop().create_task(run_until_error())
 
     async def _follow(self, instance: InstanceId) -> None:
-        if instance in self._given:
-            answer = _Sources([*self._given[instance]], is_ours=False)
-        else:
-            answer = await self._known_sources(instance)
+        answer = self._given_sources(instance) or await self._known_sources(instance)
         self.identities[instance] = answer.kv_identity
         ours = self._settings.block_tokens
         if answer.is_ours and answer.sources and answer.block_size != ours:
@@ -569,6 +595,7 @@ class EventSubscriptions:
         if not answer.sources:
             self._post(Silent(instance))
             return
+        self._followed[instance] = answer
         posts = [self._post]
         if len(answer.sources) > 1:
             holdings = RankHoldings(self._post)
@@ -579,6 +606,10 @@ class EventSubscriptions:
                 for source, post in zip(answer.sources, posts, strict=True)
             ]
         )
+
+    def _given_sources(self, instance: InstanceId) -> _Sources | None:
+        given = self._given.get(instance)
+        return None if given is None else _Sources([*given], is_ours=False)
 
     async def _gather(self, followings: Sequence[Awaitable[None]]) -> None:
         """Await all concurrently; the first that fails cancels the others."""

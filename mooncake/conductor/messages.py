@@ -348,6 +348,8 @@ class Watch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Follow the instance's KV events from the oldest one it can replay."""
 
     instance: InstanceId
+    was_suspect: bool = False
+    "It is followed, and was absent for a moment at most: the same publishers need not be followed anew."
 
 
 class Unwatch(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -275,7 +275,7 @@ class ConductorService:
             case Probe():
                 self._spawn(self._probe(effect.instance))
             case Watch():
-                self._followers.follow(effect.instance)
+                self._followers.follow(effect.instance, effect.was_suspect)
             case Unwatch():
                 self._followers.unfollow(effect.instance)
             case StateChanged():

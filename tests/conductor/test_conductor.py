@@ -437,6 +437,9 @@ def test_a_suspect_serves_only_when_no_other_instance_can(conductor: Conductor) 
     assert {decided(conductor, f"r{n}").decode for n in range(3)} == {"d2"}
     fail(conductor, "d2")
     assert decided(conductor, "last").decode in ("d1", "d2")
+    conductor.handle(Probed("d1", ProbeOutcome.READY), 2.0)  # it was sent before the failure
+    conductor.handle(Wake(), 3.0)
+    assert Watch("d1", was_suspect=True) in conductor.handle(Probed("d1", ProbeOutcome.READY), 3.0)
 
 
 def test_a_lost_instance_loses_its_blocks_and_is_watched_again(conductor: Conductor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import subprocess
 import sys
 import time
@@ -33,12 +34,14 @@ from mooncake.conductor.event_subscriptions import (
     RankHoldings,
     subscribe,
 )
+from mooncake.conductor.health import Health
 from mooncake.conductor.key_translation import EngineKeys, Fact
 from mooncake.conductor.messages import (
     AddInstance,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Failed,
     PrefixWindows,
     RemoveInstance,
     Silent,
@@ -492,7 +495,13 @@ async def test_a_master_of_the_store_is_followed_like_a_worker(context: zmq.asyn
             lambda: follower.has(HASHES[0], scope=scope)
         )  # from the replay: it was there before the first event
         await put(live)
-        await until(lambda: follower.has(HASHES[0], HASHES[1], scope=scope))
+        others = itertools.count(18)
+
+        async def is_known() -> bool:
+            await put(str(next(others)))  # shows a gap if the follower was not connected yet
+            return follower.has(HASHES[0], HASHES[1], scope=scope)
+
+        await until(is_known)
         await client.call(m.Remove([live], True), 5)
         await until(lambda: not follower.has(HASHES[1], scope=scope))
         assert follower.has(HASHES[0], scope=scope)
@@ -571,6 +580,7 @@ class Engine:
     names_sources: bool = True
     num_failures: int = 0
     "Times that it fails to say where it publishes."
+    num_asked: int = 0
     address: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     sent: list[tuple[int, bytes]] = field(default_factory=list)
@@ -638,6 +648,7 @@ class Engine:
         return web.Response()
 
     async def _sources(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
         if self.num_failures:
             self.num_failures -= 1
             return web.Response(status=503)
@@ -782,6 +793,28 @@ async def test_where_an_engine_publishes_can_be_set() -> None:
     await engine.store(0)
     async with service_of(engine, event_sources=(f"{engine.address}={endpoint}={replay}",)) as service:
         await until(lambda: has(service, engine, 2))
+
+
+async def test_a_failed_request_does_not_cost_the_blocks_of_an_engine() -> None:
+    """It can't replay them. Other publishers than before are followed from their beginning."""
+    engine = Engine(can_replay=False)
+    await engine.start()
+    async with service_of(engine) as service:
+
+        async def is_known() -> bool:
+            await engine.store(0)
+            return await has(service, engine, 2)
+
+        await until(is_known)
+        [instance] = service.core.instances.values()
+        service.post(Failed(engine.address, "its stream ended"))
+        assert instance.health is Health.SUSPECT
+        await until(lambda: engine.num_asked == 2)
+        await engine.store(1)
+        await until(lambda: has(service, engine, 4))
+        engine.config["topic"] = "another"
+        service.post(Failed(engine.address, "its stream ended"))
+        await until(lambda: has(service, engine, 0))
 
 
 async def test_the_ranks_of_an_engine_are_one_instance() -> None:
