@@ -127,7 +127,10 @@ class WorkerClient:
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=2.0, ssl=self._caller.tls or True, socket_factory=_socket
         )
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        # No cookies: one of a client's answer would go with the requests of others.
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+        )
 
     async def close(self) -> None:
         if self._session is not None:

@@ -87,6 +87,28 @@ async def test_an_unreachable_worker_was_not_reached(workers: WorkerClient) -> N
     assert not caught.value.was_reached
 
 
+async def test_a_cookie_of_one_answer_does_not_go_with_the_next_request(workers: WorkerClient) -> None:
+    """As load balancers before engines set them, to send all requests of one client to one engine."""
+    received: list[str | None] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        received.append(request.headers.get("Cookie"))
+        return web.json_response({}, headers={"Set-Cookie": "engine=1; Path=/"})
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"localhost:{runner.addresses[0][1]}"  # by name: cookies of addresses are ignored anyway
+    try:
+        for _ in range(2):
+            await workers.whole(address, "/tokenize", {}, {})
+    finally:
+        await runner.cleanup()
+    assert received == [None, None]
+
+
 async def test_a_stream_is_read_to_its_end(workers: WorkerClient) -> None:
     body = b'data: {"choices": [{"index": 0, "text": "a", "new_field": 1}]}\n\ndata: [DONE]\n\n'
     [chunk] = await chunks(workers, body)
