@@ -340,7 +340,7 @@ class BandwidthEstimates:
     def add(self, source: int, target: int, size_bytes: int, seconds: float, is_general: bool = True) -> None:
         """Add one transfer as a sample; an impossible duration is ignored. ``is_general``: paths from sources
         that have no samples are estimated from it, too."""
-        if not 0 < seconds < math.inf or size_bytes <= 0:
+        if not _SHORTEST_S < seconds < _LONGEST_S or size_bytes <= 0:
             return
         if size_bytes <= _LATENCY_BYTES:
             self.latency_s += _TRANSFER_WEIGHT * (seconds - self.latency_s)

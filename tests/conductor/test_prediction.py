@@ -258,7 +258,7 @@ def test_small_transfers_yield_the_latency(links: BandwidthEstimates) -> None:
 
 
 def test_an_impossible_duration_is_ignored(links: BandwidthEstimates) -> None:
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+    for seconds in (0.0, -1.0, 1e-300, 1e300, float("nan"), float("inf")):
         links.add(0, 1, GB, seconds)
     links.add(0, 1, 0, 1.0)
     assert from_source(links, 0) == [1e-9] * 4
