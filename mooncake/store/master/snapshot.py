@@ -60,7 +60,7 @@ OBJECTS_PER_PIECE = 1000
 """Objects copied at a time; takes a few milliseconds."""
 NEVER = (0, -1)
 MAX_RESTED = 1000
-"""Offsets of one segment that may be kept, beyond twice those in use, before released ones are dropped."""
+"""Offsets of one segment that are kept, beyond twice those that rested when released ones last went."""
 
 
 class Snapshot:
@@ -158,6 +158,9 @@ class LogReplay:
         self._catalog = catalog
         self._resting: dict[str, list[int]] = {}
         """Offsets, in order, of space that rests, by segment; and of a limited amount that has rested."""
+        self._limits: dict[str, int] = {}
+        """Number of those offsets with which released ones are dropped, by segment. It does not grow with the
+        number of objects: an insertion among millions would take longer than the rest of a record."""
         self._unseen: dict[ObjectKey, int] = {}
         """Removed objects without a record of their put."""
         self._how: dict[type, Callable[[Any, float], None]] = {
@@ -218,6 +221,7 @@ class LogReplay:
             self._catalog.segments.drop(segment)
             self._catalog.empty(segment, "gone", now)
             self._resting.pop(segment.name, None)
+            self._limits.pop(segment.name, None)
 
     def _object_readable(self, record: ObjectReadable, now: float) -> None:
         self._catalog.objects.saw(record.object_id)
@@ -300,8 +304,9 @@ class LogReplay:
         at = bisect.bisect_left(offsets, extent.offset)
         if offsets[at : at + 1] != [extent.offset]:
             offsets.insert(at, extent.offset)
-            if len(offsets) > MAX_RESTED + 2 * len(extent.segment.holders):
+            if len(offsets) > self._limits.get(extent.segment.name, MAX_RESTED):
                 offsets[:] = [one for one in offsets if _rests_at(extent.segment, one)]
+                self._limits[extent.segment.name] = MAX_RESTED + 2 * len(offsets)
 
     def _ids_given(self, record: IdsGiven, _: float) -> None:
         self._catalog.objects.saw(record.last)

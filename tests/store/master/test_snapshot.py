@@ -501,3 +501,21 @@ def test_offsets_whose_space_was_released_are_forgotten(monkeypatch: pytest.Monk
     mounted = next(record for record in nodes.records if isinstance(record, SegmentMounted))
     master.apply([SegmentGone("a", mounted.epoch)], 20_000.0)
     assert not resting
+
+
+def test_released_offsets_are_forgotten_however_many_objects_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshot, "MAX_RESTED", 8)
+    nodes = Voice(SETTINGS)
+    nodes.mount(size_bytes=1 << 20)
+    master = follower(nodes.records)
+    places = [[("a", 64 * number)] for number in range(400)]
+    objects = [ObjectReadable(f"k{at}", at + 1, 64, 64, b"crc!", place) for at, place in enumerate(places)]
+    master.apply(objects, 0.0)
+    for number in range(200):
+        now = 100.0 * (number + 1)
+        master.apply([ObjectGone(f"k{number}", number + 1)], now)
+        assert len(master._replay._resting["a"]) <= 8 + 2 * 2 + 1
+        master.catalog.end_rests(now + 99.0)
+    master.check()
