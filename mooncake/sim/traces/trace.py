@@ -127,6 +127,9 @@ class TraceFile:
     def _lines(self, source: BinaryIO | gzip.GzipFile, raw: BinaryIO) -> Iterator[bytes]:
         while line := source.readline(MAX_LINE_BYTES + 1):
             self.row += 1
+            if self.row == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                allowed = f"UTF-8; iconv -f UTF-16 -t UTF-8 {self.path} makes that of it"
+                self.refuse("file", "text in UTF-16", allowed)
             if self.row == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if self.row == 1 and line.lstrip()[:1] == b"[":
@@ -224,8 +227,7 @@ class BlockParents:
 
     def check(self, lines: TraceFile, keys: list[int]) -> None:
         if len(set(keys)) != len(keys):
-            twice = next(key for place, key in enumerate(keys) if key in keys[:place])
-            lines.refuse("hash_ids", twice, "each id once in a row: it names one whole prefix")
+            lines.refuse("hash_ids", _first_twice(keys), "each id once in a row: it names one whole prefix")
         ids = np.array(keys, np.int64) + 1
         parents = np.empty_like(ids)
         parents[:1] = 0
@@ -238,6 +240,16 @@ class BlockParents:
             lines.refuse(f"hash_ids[{place}]", f"{keys[place]} {_after(int(parents[place]))}", allowed)
         self._ids[slots] = ids
         self._parents[slots] = parents
+
+
+def _first_twice(keys: list[int]) -> int:
+    """The first key that is equal to one before it. There must be one."""
+    seen: set[int] = set()
+    for key in keys:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise AssertionError("no key is there twice")
 
 
 def _after(parent: int) -> str:

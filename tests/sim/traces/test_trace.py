@@ -220,6 +220,22 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(folder: Path) -> None:
     assert read_trace(put(folder, b"\xef\xbb\xbf" + AZURE)).format == "csv"
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_file_in_utf_16_is_named(folder: Path, encoding: str) -> None:
+    """As a shell of Windows writes what is redirected to a file."""
+    text = AZURE.decode() if encoding == "utf-16" else "\ufeff" + json.dumps(ROWS[0])
+    error = refused(put(folder, text.encode(encoding)))
+    assert "file is 'text in UTF-16'; allowed: UTF-8; iconv -f UTF-16 -t UTF-8" in str(error)
+
+
+def test_an_id_that_is_twice_in_a_long_row_is_found_in_one_pass(folder: Path) -> None:
+    """Each id was looked for among all before it, which took hours for a row of a million."""
+    num_ids = 200_000
+    row = {"timestamp": 0, "input_length": num_ids * 16, "output_length": 1}
+    path = written(folder, [row | {"hash_ids": [*range(num_ids - 1), num_ids - 2]}])
+    assert f"hash_ids is {num_ids - 2}; allowed: each id once" in str(refused(path, block_tokens=16))
+
+
 def test_arrays_and_conversations_are_named(folder: Path) -> None:
     array = put(folder, json.dumps(ROWS).encode())
     assert f"not an array; jq -c '.[]' {array} makes lines of it" in str(refused(array))
