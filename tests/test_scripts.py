@@ -105,3 +105,77 @@ def test_every_script_is_a_program_that_its_shell_can_read(script: str) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_runs_in_the_environment_that_venv_names(script: str) -> None:
     assert ".venv/bin" not in (ROOT / "scripts" / script).read_text(), "${VENV:-.venv}/bin is meant"
+
+
+PYTHON = """\
+#!/bin/sh
+case "$1 $2" in
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/bin/pip" && chmod +x "$3/bin/pip" ;;
+  "-m pip")
+    echo "$*" >> "$PIP_LOG"
+    case "$*" in *--no-index*) exit 1 ;; esac
+    case "$*" in *+cpu*) exit "$CPU_STATUS" ;; esac ;;
+  "--version ") echo Python 3.12.0 ;;
+esac
+"""
+
+
+def install(
+    folder: Path, venv: str, cpu_status: int = 0, free_mib: int = 90_000
+) -> tuple[int, str, list[str]]:
+    """Run ``scripts/install`` with doubles of the programs that it calls; the status, the output, and pip's
+    arguments."""
+    programs = folder / "programs"
+    programs.mkdir()
+    (folder / "checkout" / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "install", folder / "checkout" / "scripts")
+    (folder / "checkout" / "pyproject.toml").touch()
+    df = f'#!/bin/sh\necho "$2" >> "$DF_LOG"; echo x; echo disk 1 1 {free_mib} 1% /\n'
+    for name, text in {
+        "python": PYTHON,
+        "cxx": "#!/bin/sh\n",
+        "df": df,
+        "nvidia-smi": "#!/bin/sh\nexit 9\n",
+    }.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    done = subprocess.run(
+        [folder / "checkout" / "scripts" / "install", "serve"],
+        env={
+            **os.environ,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHON": str(programs / "python"),
+            "CXX": str(programs / "cxx"),
+            "VENV": venv,
+            "PIP_LOG": str(folder / "pip.log"),
+            "DF_LOG": str(folder / "df.log"),
+            "CPU_STATUS": str(cpu_status),
+        },
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    log = folder / "pip.log"
+    return done.returncode, done.stdout + done.stderr, log.read_text().splitlines() if log.exists() else []
+
+
+def test_a_host_without_a_gpu_gets_no_libraries_for_gpus(tmp_path: Path) -> None:
+    status, said, calls = install(tmp_path, ".venv")
+    assert status == 0, said
+    assert not [
+        call for call in calls if "torch==" in call and "+cpu" not in call and "--no-index" not in call
+    ]
+
+
+def test_the_torch_of_pypi_is_the_last_choice_and_said(tmp_path: Path) -> None:
+    status, said, calls = install(tmp_path, ".venv", cpu_status=1)
+    assert status == 0 and "no torch for CPUs could be fetched" in said
+    assert [call.split("torch==")[1].split()[0] for call in calls if "torch==" in call] == [
+        "2.13.0", "2.13.0+cpu", "2.13.0+cpu", "2.13.0",
+    ]  # fmt: skip
+
+
+def test_the_free_space_is_that_of_the_disk_that_venv_names(tmp_path: Path) -> None:
+    venv = tmp_path / "big" / "disk" / "venv"
+    venv.parent.mkdir(parents=True)
+    status, said, _ = install(tmp_path, str(venv), free_mib=100)
+    assert status == 2 and f"100 MiB are free for {venv}" in said
+    assert (tmp_path / "df.log").read_text().split() == [str(venv.parent)]
