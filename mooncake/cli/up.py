@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import ssl
 import subprocess
 import sys
@@ -548,7 +549,8 @@ async def _run(settings: UpSettings, given: Invocation, model_folder: str, log_f
 
         def all_ready() -> None:
             master = processes.plans["master"].address
-            screen.print(welcome(url(), settings.model_name, master, admin_key, log_folder, credentials))
+            name, program = settings.model_name, program_here()
+            screen.print(welcome(url(), name, master, admin_key, log_folder, credentials, program))
 
         def plan(places: Mapping[str, RolePlace]) -> dict[str, RolePlan]:
             at = {**places, "gateway": gateway_place(settings, places["gateway"])}
@@ -820,6 +822,17 @@ class Credentials:
         return shlex.quote(str(Path(getattr(self.security, name)).expanduser().absolute()))
 
 
+def program_here() -> str:
+    """How a shell in this folder starts ``mooncake``, which is not on its path after ``make serve``."""
+    if shutil.which("mooncake"):
+        return "mooncake"
+    program = Path(sys.executable).with_name("mooncake")
+    if not program.exists():
+        return shlex.join((sys.executable, "-m", "mooncake"))
+    is_below = program.is_relative_to(Path.cwd()) and program.parent != Path.cwd()
+    return shlex.quote(str(program.relative_to(Path.cwd()) if is_below else program))
+
+
 def welcome(
     url: str,
     model: str,
@@ -827,8 +840,9 @@ def welcome(
     admin_key: str,
     log_folder: Path,
     credentials: Credentials | None = None,
+    program: str = "mooncake",
 ) -> str:
-    """The usage hints that are printed once everything serves."""
+    """The usage hints that are printed once everything serves; ``program`` begins its commands."""
     credentials = credentials or Credentials()
     variables = credentials.variables()
     from_python = f"is the pool, from Python{' with ' + variables if variables else ''}"
@@ -840,7 +854,7 @@ Mooncake serves {model} at {url}
   curl -s{credentials.curl()} {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d {shlex.quote(json.dumps(question))}
 
-  mooncake chat --url {url}{credentials.chat()}
+  {program} chat --url {url}{credentials.chat()}
       opens a chat
   {url}/status
       lists the workers; {url}/metrics has the numbers
@@ -851,7 +865,7 @@ Mooncake serves {model} at {url}
   Store("{master}")
       {from_python}
   export MOONCAKE_MASTER={master}
-      shows `mooncake store ls` and `mooncake top` this pool; `mooncake doctor --url {url}` checks both
+      shows `{program} store ls` and `{program} top` this pool; `{program} doctor --url {url}` checks both
   {log_folder}
       has the logs; Ctrl-C stops everything
 """

@@ -38,6 +38,7 @@ from mooncake.cli.up import (
     places_here,
     plan_cluster,
     prepare_model,
+    program_here,
     quiet_threads,
     ray_classes,
     read_resources,
@@ -505,6 +506,27 @@ def test_the_welcome_has_a_line_that_can_be_pasted() -> None:
     assert "X-API-Key: key" in text
     assert "export MOONCAKE_MASTER=127.0.0.1:50051" in text
     assert "`mooncake doctor --url http://127.0.0.1:8000`" in text
+
+
+def test_the_welcome_names_a_program_that_the_shell_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(programs / "python"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert program_here() == f"{programs / 'python'} -m mooncake"
+    (programs / "mooncake").write_text("#!/bin/sh\n")
+    (programs / "mooncake").chmod(0o755)
+    assert program_here() == ".venv/bin/mooncake"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert program_here() == str(programs / "mooncake")
+    monkeypatch.setenv("PATH", str(programs))
+    assert program_here() == "mooncake"
+    text = welcome("http://h:1", "m", "h:2", "key", Path("/logs"), program=".venv/bin/mooncake")
+    assert text.count(".venv/bin/mooncake") == 4 and " mooncake" not in text
 
 
 def test_the_welcome_says_what_to_show() -> None:
