@@ -89,9 +89,10 @@ class RefusedRedirects(urllib.request.HTTPRedirectHandler):
 
 def gateway_opener() -> urllib.request.OpenerDirector:
     """What opens a gateway's pages: with this process's certificate where it has one, as a gateway with TLS
-    requires."""
+    requires, and through no proxy: `http_proxy` is often set for a web in which no gateway is, and the proxy
+    would read the admin key."""
     tls = urllib.request.HTTPSHandler(context=tool_identity().client_tls)
-    return urllib.request.build_opener(RefusedRedirects(), tls)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), RefusedRedirects(), tls)
 
 
 def ask_gateway(

@@ -216,6 +216,17 @@ def test_the_admin_key_follows_no_redirection(mooncake: Run) -> None:
     assert (own_keys, keys) == (["swordfish"], [])
 
 
+def test_no_proxy_of_the_environment_gets_the_admin_key(
+    mooncake: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with answering(200, {}) as (proxy, seen), answering(200, {}) as (url, keys):
+        monkeypatch.setenv("http_proxy", proxy)
+        done = mooncake("misses", "--url", url, "--admin-api-key", "swordfish")
+    assert done.returncode == 0 and (keys, seen) == (["swordfish"], []), done
+
+
 def test_a_gateway_that_requires_certificates_gets_ours(mooncake: Run, tmp_path: Path) -> None:
     make(CertsSettings(folder=tmp_path))
     files = SecuritySettings(str(tmp_path / "node.pem"), str(tmp_path / "node.key"), str(tmp_path / "ca.pem"))
