@@ -21,6 +21,8 @@ from mooncake.errors import AddressInUse, MooncakeError, Unavailable
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+NO_HOME = "Could not determine home directory."
+"""What pathlib raises for ``~`` without HOME and for a user who is not known."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -78,6 +80,13 @@ def run_program(run: Callable[[], None]) -> NoReturn:
         if error.name is None or error.name.split(".")[0] == "mooncake":
             raise
         _fail(f"{error.name} is not installed; `pip install 'mooncake-serving[all]'` installs it", 2)
+    except RuntimeError as error:
+        if str(error) != NO_HOME:
+            raise
+        _fail(
+            "a path begins with ~, and its user has no home folder here; set HOME or write the path in full",
+            2,
+        )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             what = error.filename or "the output or a file"

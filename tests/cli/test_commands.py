@@ -92,3 +92,10 @@ def test_an_interrupt_ends_a_program_without_a_traceback(capsys: pytest.CaptureF
         run_program(interrupted)
     assert exit.value.code == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_home_folder_that_is_not_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["chat", "--config", "~an-unknown-user/mooncake.toml"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.startswith("error: a path begins with ~") and error.count("\n") == 1
