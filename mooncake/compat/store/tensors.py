@@ -236,8 +236,9 @@ class TensorCalls(ReadCalls, WriteCalls):
             present = [(g, f) for g, f in zip(found, fetched, strict=True) if g is not None and f is not None]
             parts = [[(0, fresh.address, fresh.size_bytes)] for _, fresh in present]
             good = iter(read_parts(session, [grant for grant, _ in present], parts))
-            session.client_metrics.count_bytes("read", sum(fresh.size_bytes for _, fresh in present))
-            return [fresh if fresh is not None and next(good) else None for fresh in fetched]
+            read = [fresh if fresh is not None and next(good) else None for fresh in fetched]
+            session.client_metrics.count_bytes("read", sum(fresh.size_bytes for fresh in read if fresh))
+            return read
 
         return self._in_session(what, act, lambda _: [None] * len(keys))
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake.compat.store import tensors
 from mooncake.compat.store.public_types import ReplicateConfig
 from mooncake.compat.store.store import MooncakeDistributedStore
 from mooncake.compat.store.tensor_format import DTYPES, TensorHeader, encode
@@ -228,3 +229,16 @@ def test_torch_is_imported_by_the_first_call() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_bytes_that_arrived_are_counted_as_read(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["arrives", "does not arrive"]
+    assert store.batch_put_tensor(keys, [torch.zeros(1000), torch.zeros(3000)]) == [0, 0]
+    session = store._session
+    assert session is not None
+    before = session.client_metrics._bytes["read"]
+    monkeypatch.setattr(tensors, "read_parts", lambda *_: [True, False])
+    assert store.batch_get_tensor(keys)[1] is None
+    assert session.client_metrics._bytes["read"] == before + store.get_size(keys[0])
