@@ -41,7 +41,7 @@ class KVBootstrapServer:
 
     def __init__(self, port: int, host: str = "0.0.0.0") -> None:
         self.port, self.host = port, host
-        self._state = KVPoll.Bootstrapping
+        self._state = KVPoll.Failed
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -72,7 +72,7 @@ class KVBootstrapServer:
         return thread
 
     def poll(self) -> KVPoll:
-        """``Success`` while it serves, ``Bootstrapping`` before, ``Failed`` when it has ended."""
+        """``Success`` while it serves, ``Failed`` before ``run`` and when it has ended."""
         return self._state
 
     def close(self) -> None:
