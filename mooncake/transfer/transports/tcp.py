@@ -12,6 +12,7 @@ server listens on all of them, and a rail's connections begin at its own local a
 from __future__ import annotations
 
 import errno
+import ipaddress
 from collections.abc import Sequence
 
 from mooncake import _native
@@ -55,7 +56,7 @@ class TcpTransport:
         settings = site.settings
         self._tls = native_tls(settings) if settings.tls == "all" else None
         self._hosts = [numeric_host(host, "listen_host") for host in site.listen_host.split(",")]
-        advertised = [numeric_host(host, "advertise_host") for host in site.advertise_host.split(",")]
+        advertised = [published_host(host) for host in site.advertise_host.split(",")]
         if len(advertised) != len(self._hosts):
             raise InvalidArgument(
                 "advertise_host", site.advertise_host, f"one address for each of {site.listen_host}"
@@ -112,7 +113,7 @@ class TcpTransport:
             ((host.strip("[]"), port) for host, _, port in places if host.strip("[]") == target),
             (places[0][0].strip("[]"), places[0][2]),
         )
-        if not port.isdigit() or int(port) > 65535:
+        if not port.isdecimal() or int(port) > 65535:
             raise PeerLost(f"tcp peer {endpoint!r} is no host:port; its descriptor is damaged")
         try:
             address = numeric_host(host, "endpoint")
@@ -134,6 +135,19 @@ class TcpTransport:
 
     def close(self) -> None:
         self._server.close()
+
+
+def published_host(host: str) -> str:
+    """The address that peers are to connect to: numeric, except for a name that only here leads to loopback.
+
+    Debian's table of hosts, for instance, has the host's own name with 127.0.1.1; elsewhere it leads here.
+    """
+    address = numeric_host(host, "advertise_host")
+    try:
+        ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return host if host != "localhost" and is_loopback(address) else address
+    return address
 
 
 def native_tls(settings: TransferSettings) -> _native.TlsContext:

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -452,6 +453,36 @@ def test_each_rail_leads_there(rail: int) -> None:
         columns = [np.array([value], dtype=np.uint64) for value in (here.address, pool.address, 4096)]
         done = connection.run(Op.WRITE, columns[0], columns[1], columns[2], 10, False)
         assert done.status == Status.OK and bytes(pool.view()) == b"r" * 4096
+
+
+def test_a_name_that_only_here_leads_to_loopback_is_published_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the own name of a host in Debian's table of hosts; other hosts would connect to themselves."""
+    resolve = socket.getaddrinfo
+    addresses = {"node-1": "127.0.1.1", "node-2": "192.0.2.1"}
+
+    def lookup(host: str, *arguments: Any, **options: Any) -> Any:
+        return resolve(addresses.get(host, host), *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    published = {}
+    for name in ("node-1", "node-2", "localhost", "127.0.0.1", "[::1]"):
+        settings = TransferSettings(transports=("tcp",), listen_host="0.0.0.0", advertise_host=name)
+        with TransferEngine(settings) as far, TransferEngine(TransferSettings(transports=("tcp",))) as near:
+            published[name] = far.describe().endpoints["tcp"].rpartition(":")[0]
+            pool, here = far.allocate(4096), near.allocate(4096)
+            if name == "node-1":
+                done = near.run(Op.WRITE, near.open(far.describe()), [here.address], [pool.address], [4096])
+                assert done.status == Status.OK
+    assert published == {
+        "node-1": "node-1",
+        "node-2": "192.0.2.1",
+        "localhost": published["localhost"],
+        "127.0.0.1": "127.0.0.1",
+        "[::1]": "[::1]",
+    }
+    assert published["localhost"] in ("127.0.0.1", "[::1]")
 
 
 @pytest.mark.parametrize(
