@@ -23,6 +23,8 @@ VERSION = 1
 """Version of descriptors and the handshake. Peers of different versions refuse each other; adding a field
 with a default does not raise it."""
 
+_LARGEST = (1 << 64) - 1
+
 ON_ONE_HOST = frozenset({"local", "shm", "file", "cuda"})
 """Schemes that work only within one host."""
 
@@ -93,6 +95,13 @@ def decode_descriptor(encoded: bytes) -> SegmentDescriptor:
             f"not a segment descriptor: {error}; is another service using this key?"
         ) from error
     check_version(descriptor.name, descriptor.version)
+    numbers = [descriptor.epoch]
+    for region in descriptor.regions:
+        numbers += region.address, region.size_bytes, region.key
+    if min(numbers) < 0 or max(numbers) > _LARGEST:
+        raise ProtocolError(
+            f"not a segment descriptor: {descriptor.name} has a number beyond 64 bits, or a negative one"
+        )
     return descriptor
 
 

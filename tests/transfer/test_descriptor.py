@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -34,6 +37,20 @@ def test_a_descriptor_survives_its_encoding() -> None:
 def test_other_bytes_are_no_descriptor(encoded: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a segment descriptor"):
         decode_descriptor(encoded)
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64])
+@pytest.mark.parametrize("field", ["address", "size_bytes", "key", "epoch"])
+def test_numbers_that_no_process_has_are_refused(field: str, number: int) -> None:
+    """Else they would raise errors of other libraries where the descriptor is used."""
+    described = descriptor(tcp="127.0.0.1:1")
+    if field == "epoch":
+        described = msgspec.structs.replace(described, epoch=number)
+    else:
+        region = msgspec.structs.replace(described.regions[0], **{field: number})
+        described = msgspec.structs.replace(described, regions=[region])
+    with pytest.raises(ProtocolError, match="64 bits"):
+        decode_descriptor(json.dumps(msgspec.to_builtins(described)).encode())
 
 
 def test_paths_in_common() -> None:
