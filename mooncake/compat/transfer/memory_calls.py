@@ -64,9 +64,10 @@ class MemoryCalls(EngineLifecycle):
     def write_bytes_to_buffer(self, dest_address: int, src: bytes | str, length: int, /) -> int:
         """Copy ``length`` bytes to an address of this process; 0, or -1 when it cannot be written."""
         dest_address, length = _integers([dest_address, length])
+        given = src if isinstance(src, str) else memoryview(src)
 
         def copy() -> None:
-            data = src.encode() if isinstance(src, str) else bytes(src)
+            data = given.encode() if isinstance(given, str) else bytes(given)
             if not 0 <= length <= len(data):
                 raise InvalidArgument("length", length, f"0 to {len(data)}, the bytes given")
             _check_memory(dest_address, length, is_writable, "write")

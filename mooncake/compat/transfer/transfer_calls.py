@@ -95,7 +95,7 @@ class TransferCalls(EngineLifecycle):
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """Return 0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes."""
+        """Return 0, or -1; 0 for nothing to move. ``notify`` reaches the peer after the bytes, if any."""
         return self._sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
 
     def _sync(
@@ -114,7 +114,7 @@ class TransferCalls(EngineLifecycle):
             engine, memory, op = self._ready(), self._memory, _op(opcode)
             columns = _columns(local, remote, lengths)
             timeout_s = self._engine_settings.transfer_s(int(columns.lengths.sum()))
-            if not len(columns.lengths):
+            if not len(columns.lengths) and notify is None:
                 return
             segment = self._open(target)
             rows = (columns.local, columns.remote, columns.lengths)

@@ -257,6 +257,9 @@ def test_managed_buffers(near: Peer, far: Peer) -> None:
     assert near.engine.write_bytes_to_buffer(here, b"bytes", 5) == 0
     assert near.engine.write_bytes_to_buffer(here, "text!", 5) == 0
     assert near.engine.write_bytes_to_buffer(here, b"short", 6) == -1
+    for wrong in (5, [116], None):  # bytes() of an integer would be so many zeros
+        with pytest.raises(TypeError):
+            near.engine.write_bytes_to_buffer(here, wrong, 1)  # type: ignore[arg-type]
     assert near.engine.write_bytes_to_buffer(4096, b"x", 1) == -1
     assert near.engine.read_bytes_from_buffer(here, 5) == b"text!"
     assert near.engine.read_bytes_from_buffer(4096, 5) == b""
@@ -578,8 +581,9 @@ def test_a_notification_after_the_data(near: Peer, far: Peer) -> None:
     note = TransferNotify("kv", "is there")
     assert near.engine.transfer_sync(far.session, near.at, far.at, 100, Write, note) == 0
     assert near.engine.batch_transfer_sync(far.session, [near.at], [far.at], [100], Write, notify=note) == 0
+    assert near.engine.batch_transfer_sync(far.session, [], [], [], Write, note) == 0, "also without data"
     assert near.engine.transfer_sync(far.session, near.at, 1, 100, Write, note) == -1
-    assert [(one.name, one.msg) for one in far.engine.get_notifies()] == [("kv", "is there")] * 2
+    assert [(one.name, one.msg) for one in far.engine.get_notifies()] == [("kv", "is there")] * 3
     assert far.engine.get_notifies() == []
     assert (TransferNotify().name, TransferNotify().msg) == ("", "")
 
