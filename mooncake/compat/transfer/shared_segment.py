@@ -86,7 +86,7 @@ class SharedSegment:
         return segment, json.dumps(blob).encode()
 
     def complete(self, blobs: Sequence[bytes | str]) -> None:
-        """Map the owner's memory. ``blobs``: those of all ranks, in any order.
+        """Map the owner's memory, once. ``blobs``: those of all ranks, in any order.
 
         Raises:
             InvalidArgument: a blob is missing or belongs to another segment.
@@ -105,6 +105,8 @@ class SharedSegment:
             raise InvalidArgument(
                 "blobs", list(blobs), f"{self._world_size}, one from each rank's create() of {self._name!r}"
             )
+        if self._map is not None:
+            return  # another mapping would take the place of this one, whose address the program may use
         if self._memory >= 0:
             self._map = self._mapped(self._memory)
             return

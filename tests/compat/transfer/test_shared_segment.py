@@ -46,6 +46,15 @@ def test_two_ranks_see_the_same_bytes() -> None:
     assert ctypes.string_at(segment.base_addr() + 200, 5) == b"world"
 
 
+def test_completing_twice_leaves_the_mapping_in_its_place() -> None:
+    segment, blob = SharedSegment.create("pool", 8192, 1, 0)
+    segment.complete([blob])
+    address = segment.base_addr()
+    ctypes.memmove(address, b"hello", 5)
+    segment.complete([blob])
+    assert segment.base_addr() == address and ctypes.string_at(address, 5) == b"hello"
+
+
 def test_blobs_of_another_segment_are_refused() -> None:
     segment, blob = SharedSegment.create("pool", 4096, 2, 1)
     _, owner = SharedSegment.create("pool", 4096, 2, 0)
