@@ -9,6 +9,7 @@ A batch that may have failed because its peer's descriptor was outdated is submi
 from __future__ import annotations
 
 import itertools
+import select
 import threading
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,8 @@ class AsyncBatches:
 
     def __init__(self, queue: CompletionQueue, ended: Callable[[int, Completion], None]) -> None:
         self._queue = queue
+        self._readable = select.poll()
+        self._readable.register(queue.fileno(), select.POLLIN)
         self._ended = ended
         self._ids = itertools.count(1)
         self._results: dict[int, int] = {}
@@ -81,7 +84,9 @@ class AsyncBatches:
                 return
             self._is_draining = True
         try:
-            done = self._queue.drain(timeout_s=timeout_s)
+            if timeout_s:  # an exception that is raised here, such as by Ctrl-C, loses no completion
+                self._readable.poll(timeout_s * 1000)
+            done = self._queue.drain()
         finally:
             with self._changed:
                 self._is_draining = False
