@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -451,10 +451,15 @@ class Listener:
 
         Their numbers are filled with /dev/null, because objects of the loop, which is not run here, own them.
         """
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for number in self._server.descriptors():
-            os.dup2(nothing, number, inheritable=False)
-        os.close(nothing)
+        replace_by_nothing(self._server.descriptors())
+
+
+def replace_by_nothing(descriptors: Iterable[int]) -> None:
+    """Close files of an event loop that is not run here, and put /dev/null in their places."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in descriptors:
+        os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 _clients: weakref.WeakSet[HandshakeClient] = weakref.WeakSet()

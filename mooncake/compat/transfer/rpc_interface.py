@@ -27,6 +27,7 @@ from mooncake.log import get_logger
 from mooncake.rpc import BlockingClient, Call, Connection, RpcServer
 from mooncake.rpc.client import split_address
 from mooncake.security import TRUSTED, Access
+from mooncake.transfer.handshake import replace_by_nothing
 from mooncake.transfer.host import numeric_host
 from mooncake.transfer.memory import span_of
 
@@ -120,6 +121,7 @@ class RpcInterface:
         self._clients: dict[str, BlockingClient] = {}
         # The existing package has no call that ends a sender.
         weakref.finalize(self, _close_all, self._clients, os.getpid())
+        _interfaces.add(self)
         self._numbers = itertools.count()
         self._timeout_s = 30.0
         self._listen_at: tuple[str, int] | None = None
@@ -243,6 +245,14 @@ class RpcInterface:
         elif self._on_data is not None:  # also a tensor, which the existing package always passes as bytes
             self._on_data(ReceivedData(source, bytes(payload)))
 
+    def leave_to_parent(self) -> None:
+        """Begin anew in a forked child: connections, server and threads are its parent's."""
+        self._lock = threading.Lock()
+        self._clients.clear()
+        server, self._server = self._server, None
+        if server is not None:
+            server.leave_to_parent()
+
 
 class _RpcServerThread:
     """RPC server with a thread of its own; callbacks run in a thread pool."""
@@ -280,6 +290,10 @@ class _RpcServerThread:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_STARTUP_TIMEOUT_S)
         self._pool.shutdown(wait=threading.get_ident() not in self._in_callback)
+
+    def leave_to_parent(self) -> None:
+        """Release the sockets in a forked child, so that they close when the parent's do."""
+        replace_by_nothing(self._rpc.descriptors())
 
     def _call_back(self, source: str, part: MessagePart, payload: bytearray) -> None:
         self._in_callback.add(threading.get_ident())
@@ -369,5 +383,15 @@ def create_rpc_server(local_rank: int = 0, world_size: int = 1) -> RpcInterface:
     """Make an interface that receives once ``initialize_server`` has set its address."""
     return RpcInterface()
 
+
+_interfaces: weakref.WeakSet[RpcInterface] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for interface in list(_interfaces):
+        interface.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 public_in("mooncake.engine", ReceivedData, ReceivedTensor, RpcInterface)

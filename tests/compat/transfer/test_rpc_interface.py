@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import queue
@@ -24,6 +25,7 @@ from mooncake.engine import (
     create_rpc_client,
     create_rpc_server,
 )
+from tests.waiting import wait_until
 
 
 def free_address() -> str:
@@ -96,6 +98,35 @@ def test_a_forked_child_that_ends_leaves_its_parent_s_connections(receiver: Rece
     connection = client._socket
     assert sender.send_data(receiver.address, b"after") == 0
     assert client._socket is connection is not None, "the connection is the same"
+
+
+def test_a_forked_child_has_connections_of_its_own_and_leaves_the_port_to_its_parent(
+    receiver: Receiver,
+) -> None:
+    sender, other = create_rpc_client(), Receiver()
+    assert sender.send_data(receiver.address, b"parent") == 0
+    goes_on, is_over = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.close(is_over)
+            sent = sender.send_data(receiver.address, b"child")
+            os.read(goes_on, 1)
+            os._exit(0 if sent == 0 and sender.send_data(receiver.address, b"child") == 0 else 1)
+        os._exit(2)
+    os.close(goes_on)
+    try:
+        wait_until(lambda: len(receiver.data) == 2, "the child's message")
+        assert sender.send_data(receiver.address, b"parent") == 0
+        other.server.stop_server()
+        again = create_rpc_server()
+        assert again.initialize_server(other.address) and again.start_server_async(), "the port is free"
+        again.stop_server()
+    finally:
+        os.close(is_over)
+        status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert [one.get_bytes() for one in receiver.data] == [b"parent", b"child", b"parent", b"child"]
 
 
 def test_a_tensor_without_a_callback_of_its_own_arrives_as_data() -> None:
