@@ -85,6 +85,9 @@ class MasterKvEventPublisher:
         batches = self.events.take(clock.monotonic())
         if not self._master_context.leadership.is_leader:
             return
+        if batches and self._kept and batches[0][0] != self._kept[-1][0] + 1:
+            # Events were dropped: a replay across that gap would end there, with old content.
+            self._kept.clear()
         for sequence, payload in batches:
             self._kept.append((sequence, payload))
             self._publisher.send(sequence, payload)

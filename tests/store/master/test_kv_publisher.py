@@ -95,6 +95,33 @@ async def test_frames_and_replay(house: House) -> None:
     context.term()
 
 
+async def test_a_replay_after_dropped_events_has_no_hole(house: House) -> None:
+    """What was kept before them would end the replay there, and a subscriber would know old content only."""
+    await house.put("1")
+    await asyncio.sleep(0)  # it is published
+    house.publisher.events._capacity = 2
+    await house.put("2", "3", "4", "5")
+    await house.put("6")
+    assert house.publisher.events.num_dropped == 2
+    context = zmq.asyncio.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.connect(house.publisher.replay_endpoint)
+    await dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+    numbers, hashes = list[int](), set[int]()
+    async with asyncio.timeout(10):
+        while (
+            number := int.from_bytes((frames := await dealer.recv_multipart())[2], "big", signed=True)
+        ) >= 0:
+            numbers.append(number)
+            for event in msgspec.msgpack.decode(frames[3])[1]:
+                hashes.update(event.get("seq_hashes", ()))
+    assert numbers == list(range(numbers[0], house.publisher.events.next_sequence))
+    assert hashes == {1, 2, 3, 4, 5, 6}
+    dealer.close()
+    context.term()
+
+
 async def test_another_masters_state_is_followed_and_published(house: House) -> None:
     context = zmq.asyncio.Context()
     socket = await subscriber(house, context)
