@@ -303,6 +303,7 @@ _TRUSTED_TRANSFERS = 4
 class _LinkSource:
     s_per_byte: float
     path_s_per_byte: Floats
+    mean_bytes: float
     num_samples: Floats = field(init=False)
     estimates: Floats | None = None
     "By target, as of the last sample; None: to be computed. Decisions ask more often than transfers end."
@@ -339,7 +340,8 @@ class BandwidthEstimates:
 
     def add(self, source: int, target: int, size_bytes: int, seconds: float, is_general: bool = True) -> None:
         """Add one transfer as a sample; an impossible duration is ignored. ``is_general``: paths from sources
-        that have no samples are estimated from it, too."""
+        that have no samples are estimated from it, too. Otherwise it weighs by its size: where latencies are
+        longer than that of all paths, short transfers say little of the rate."""
         if not _SHORTEST_S < seconds < _LONGEST_S or size_bytes <= 0:
             return
         if size_bytes <= _LATENCY_BYTES:
@@ -350,12 +352,16 @@ class BandwidthEstimates:
         known = self._sources.get(source)
         if known is None:
             path = np.full(len(self.egress_free_at), per_byte)
-            known = self._sources[source] = _LinkSource(per_byte, path)
+            known = self._sources[source] = _LinkSource(per_byte, path, size_bytes)
+        weight = _TRANSFER_WEIGHT
         if is_general:
-            self.s_per_byte += _TRANSFER_WEIGHT * (per_byte - self.s_per_byte)
-        known.s_per_byte += _TRANSFER_WEIGHT * (per_byte - known.s_per_byte)
+            self.s_per_byte += weight * (per_byte - self.s_per_byte)
+        else:
+            known.mean_bytes += weight * (size_bytes - known.mean_bytes)
+            weight *= size_bytes / known.mean_bytes
+        known.s_per_byte += weight * (per_byte - known.s_per_byte)
         before = known.path_s_per_byte[target] if known.num_samples[target] else per_byte
-        known.path_s_per_byte[target] = before + _TRANSFER_WEIGHT * (per_byte - before)
+        known.path_s_per_byte[target] = before + weight * (per_byte - before)
         known.num_samples[target] += 1
         known.estimates = None
 

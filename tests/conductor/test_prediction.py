@@ -226,6 +226,20 @@ def test_the_prior_holds_for_a_source_without_samples(links: BandwidthEstimates)
     assert from_source(links, 0) == [1e-9] * 4
 
 
+@pytest.mark.parametrize(("is_general", "most_s"), [(False, 0.05), (True, 0.5)])
+def test_loads_from_the_pool_weigh_by_their_sizes(
+    links: BandwidthEstimates, is_general: bool, most_s: float
+) -> None:
+    """Nine short loads that take 3 ms, which is not the latency of other paths, for each of a gigabyte."""
+    for _ in range(30):
+        for _ in range(9):
+            links.add(0, 1, GB // 128, 0.003 + 0.02 / 128, is_general)
+        links.add(0, 1, GB, 0.023, is_general)
+    predicted_s = links.latency_s + GB * from_source(links, 0)[1]
+    assert 0.022 < predicted_s < most_s and (predicted_s > 0.1) == is_general
+    assert (links.s_per_byte == 1e-9) == (not is_general)
+
+
 def test_a_path_differs_from_its_source_and_that_from_others(links: BandwidthEstimates) -> None:
     for _ in range(40):
         links.add(0, 1, GB, 10.0)
