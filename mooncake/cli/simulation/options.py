@@ -80,7 +80,7 @@ BlockTokens = Annotated[
     ),
 ]
 TimeUnit = Annotated[
-    Literal["auto", "s", "ms", "us"],
+    Literal["auto", "s", "ms", "us", "ns"],
     typer.Option("--time-unit", help="Unit of the trace file's times, where they are numbers."),
 ]
 MaxSilence = Annotated[

@@ -145,8 +145,8 @@ class TraceFile:
 
 Format: TypeAlias = Literal["mooncake", "sessions", "csv", "azure", "recording"]
 """``azure`` is an older name of ``csv``."""
-TimeUnit: TypeAlias = Literal["auto", "s", "ms", "us"]
-UNITS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6}
+TimeUnit: TypeAlias = Literal["auto", "s", "ms", "us", "ns"]
+UNITS_PER_S = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 EPOCH_S = (1e9, 1e10)
 """A first time from 2001 to 2286 is one since 1970: no trace begins 30 years after its time 0."""
 
@@ -189,7 +189,7 @@ Vidur's and some that are usual."""
 
 _Line = TypeVar("_Line")
 _Millis = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e19)]
 _Input = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _Output = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Id = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
@@ -623,8 +623,8 @@ class TraceOptions:
     format: Literal["auto", "mooncake", "sessions", "csv", "azure", "recording"] = "auto"
     """Name of the format; ``auto``: by the first line."""
     time_unit: TimeUnit = "auto"
-    """Unit of times that are numbers; ``auto``: seconds, milliseconds or microseconds where the first is a
-    time since 1970 in them, else seconds in CSV files and milliseconds in JSON."""
+    """Unit of times that are numbers; ``auto``: seconds or a part of them where the first is a time since
+    1970 in that, else seconds in CSV files and milliseconds in JSON."""
     block_tokens: int = 0
     """Tokens a key stands for in the file; 0: the format's own (512; sessions: 64; recording: header's)."""
     num_rows: int = 0

@@ -320,7 +320,7 @@ def test_columns_of_other_public_traces_are_known(folder: Path, kind: str) -> No
     assert any("Log Type" in note for note in trace.notes) == kind.startswith("BurstGPT")
 
 
-@pytest.mark.parametrize(("unit", "per_s"), [("s", 1.0), ("ms", 1e3), ("us", 1e6)])
+@pytest.mark.parametrize(("unit", "per_s"), [("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)])
 def test_times_since_1970_count_from_the_first_row(folder: Path, unit: str, per_s: float) -> None:
     rows = [{**row, "timestamp": 1.7e9 * per_s + row["timestamp"] / 1e3 * per_s} for row in ROWS]
     trace = read_trace(written(folder, rows))
