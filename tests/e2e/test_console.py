@@ -127,6 +127,46 @@ def test_charts_and_tables_hold_the_data_of_the_twins(cluster: Cluster) -> None:
 
 
 @pytest.mark.model
+def test_rows_without_a_value_are_sorted_to_one_end(cluster: Cluster) -> None:
+    with chromium() as driver:
+        opened(driver, cluster.url, "overview")
+        found = driver.execute_async_script(
+            """
+            const done = arguments[0];
+            const { VirtualTable } = await import("/console/static/table.js");
+            const table = new VirtualTable("t", [{ name: "n", get: (row) => row.name, key: "name" }]);
+            const order = () => table.rows.map((row) => row.name);
+            table.set(["b", null, "c", null, "a"].map((name) => ({ name })));
+            table.sortBy(0);
+            const descending = order();
+            table.sortBy(0);
+            done([descending, order()]);
+            """
+        )
+    assert found == [["c", "b", "a", None, None], [None, None, "a", "b", "c"]]
+
+
+@pytest.mark.model
+def test_a_page_that_is_paused_stays_so_when_it_is_in_sight_again(cluster: Cluster) -> None:
+    with chromium() as driver:
+        opened(driver, cluster.url, "requests")
+        driver.find_element("id", "pause").click()
+        num_fetched = driver.execute_script(
+            """
+            let num = 0;
+            const fetched = window.fetch;
+            window.fetch = (...given) => { num += 1; return fetched(...given); };
+            document.dispatchEvent(new Event("visibilitychange"));
+            const paused = num;
+            document.getElementById("pause").click();
+            document.dispatchEvent(new Event("visibilitychange"));
+            return [paused, num];
+            """
+        )
+    assert num_fetched[0] == 0 and num_fetched[1] > 0
+
+
+@pytest.mark.model
 def test_page_from_request_to_waterfall_and_what_if_by_keyboard(cluster: Cluster) -> None:
     keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
     with chromium() as driver:

@@ -150,7 +150,7 @@ document.addEventListener("click", (event) => {
   main.focus();
 });
 window.addEventListener("popstate", () => open(...where()));
-document.addEventListener("visibilitychange", () => { if (!document.hidden && state.page) refresh(state.run); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden && state.page && !state.is_paused) refresh(state.run); });
 
 find("pause").addEventListener("click", () => {
   state.is_paused = !state.is_paused;

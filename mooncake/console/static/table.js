@@ -44,7 +44,9 @@ export class VirtualTable {
     const { key } = this.columns[this.sort.number];
     const sign = this.sort.ascending ? 1 : -1;
     return [...rows].sort((a, b) => {
-      const [x, y] = [a[key] ?? -Infinity, b[key] ?? -Infinity];
+      const [x, y] = [a[key] ?? null, b[key] ?? null];
+      // A text is neither above nor below a number: rows without a value are compared by that alone.
+      if (x === null || y === null) return sign * ((x !== null) - (y !== null));
       return sign * (x < y ? -1 : x > y ? 1 : 0);
     });
   }
