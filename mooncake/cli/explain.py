@@ -37,7 +37,7 @@ def explain(name: str, url: str, admin_api_key: str, as_json: bool, api_key: str
         PeerLost, ProtocolError: the gateway is unreachable, or the server is no gateway.
     """
     path = f"/v1/requests/{urllib.parse.quote(name, safe='')}/explain"
-    answer = _ask(path, name, url.rstrip("/"), admin_api_key, api_key)
+    answer = _ask(path, "prompts", name, url.rstrip("/"), admin_api_key, api_key)
     if as_json:
         print(json.dumps(answer, indent=2))
         return
@@ -51,7 +51,7 @@ def explain(name: str, url: str, admin_api_key: str, as_json: bool, api_key: str
 
 def misses(url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> None:
     """Print what became of prompts' tokens, by tenant and cause. Raises as ``explain``."""
-    answer = _ask("/v1/cache/misses", "", url.rstrip("/"), admin_api_key, api_key)
+    answer = _ask("/v1/cache/misses", "tenants", "", url.rstrip("/"), admin_api_key, api_key)
     if as_json:
         print(json.dumps(answer, indent=2))
         return
@@ -70,14 +70,18 @@ def misses(url: str, admin_api_key: str, as_json: bool, api_key: str = "") -> No
         console.print(_differences(answer["differences"]))
 
 
-def _ask(path: str, name: str, url: str, admin_api_key: str, api_key: str) -> Any:
+def _ask(path: str, field: str, name: str, url: str, admin_api_key: str, api_key: str) -> Any:
+    """The gateway's answer, an object with ``field``."""
     headers = {"X-API-Key": admin_api_key} if admin_api_key else {}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     content = ask_gateway(
         url, path, headers, lambda status, body: _refused(status, body, name, url), _TIMEOUT_S
     )
-    return read_answer(content, url)
+    found = read_answer(content, url)
+    if not isinstance(found, dict) or field not in found:
+        raise no_gateway(url, ValueError(f"its answer has no {field}"))
+    return found
 
 
 class RefusedRedirects(urllib.request.HTTPRedirectHandler):

@@ -237,3 +237,13 @@ def test_a_gateway_that_requires_certificates_gets_ours(mooncake: Run, tmp_path:
     finally:
         install_identity(None)
     assert done.returncode == 0 and keys == ["swordfish"], done
+
+
+@pytest.mark.parametrize("words", [("misses",), ("explain", "x")])
+@pytest.mark.parametrize("body", [b"{}", b"[]"])
+def test_json_of_another_server_is_one_line(
+    mooncake: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], body: bytes
+) -> None:
+    monkeypatch.setattr("mooncake.cli.explain.ask_gateway", lambda *_: body)
+    done = mooncake(*words, "--url", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "did not answer like a Mooncake gateway: its answer has no" in done.stderr
