@@ -15,7 +15,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -305,7 +305,7 @@ class TimelineSampler:
         self._num_queued = 0
         self._input_tokens = 0
         self._cached_tokens = 0
-        self._uses: Counter[int] = Counter()
+        self._uses: Counter[Any] = Counter()
         self._world: ServingCluster | None = None
         self._rows: list[tuple[float, ...]] = []
 
@@ -355,7 +355,8 @@ class TimelineSampler:
     def _replicas(self) -> tuple[float, float]:
         if not self._uses or self._world is None:
             return 0.0, 0.0
-        top = heapq.nlargest(100, self._uses, key=lambda key: (self._uses[key], -key))
+        # The most used first; keys are hashes step by step, which have no negative.
+        top = heapq.nsmallest(100, self._uses, key=lambda key: (-self._uses[key], key))
         caches = self._world.caches()
         counts = [sum(bool(cache.match((key,))) for cache in caches) for key in top]
         return float(np.mean(counts[:10])), float(np.mean(counts))

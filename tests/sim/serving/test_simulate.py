@@ -198,6 +198,17 @@ def test_the_time_line_adds_up() -> None:
     assert line.replicas_top10[-1] >= line.replicas_top100[-1] > 0
 
 
+def test_hot_blocks_are_watched_step_by_step_too() -> None:
+    """Their keys are hashes there. A page of plots watches them."""
+    rows = conversations(3, 20)
+    watched, plain = (
+        simulate(rows, spec(detail="step", sample_s=1.0, watches_blocks=is_watched), "overlap")
+        for is_watched in (True, False)
+    )
+    assert watched.time_line.replicas_top10.max() > 0
+    assert watched.ttft_s.tolist() == plain.ttft_s.tolist()
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 1000),
