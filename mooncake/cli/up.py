@@ -664,8 +664,8 @@ def locked_log_folder(wanted: Path | None, port: int) -> Iterator[Path]:
         except BlockingIOError:
             if wanted is not None or port:
                 allowed = (
-                    "a folder that no other cluster uses (one may run in a container with this home folder); "
-                    "name another with --log-dir"
+                    "a folder that no other cluster uses (one may be starting, or run in a container with "
+                    "this home folder); choose another port with --port, or another folder with --log-dir"
                 )
                 raise InvalidArgument("log_dir", str(folder), allowed) from None
             number += 1

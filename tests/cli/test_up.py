@@ -489,7 +489,8 @@ def test_a_folder_of_logs_is_of_one_cluster(
         assert first != second, "free ports are not known yet"
         with pytest.raises(SystemExit) as exit:
             main(["up", "--port", "0", "--log-dir", str(wanted), "--model", "/nonexistent"])
-        assert exit.value.code == 2 and "that no other cluster uses" in capfd.readouterr().err
+        error = capfd.readouterr().err
+        assert exit.value.code == 2 and "that no other cluster uses" in error and "--port" in error
     with locked_log_folder(wanted, 0) as again, locked_log_folder(None, 0) as free:
         assert (again, free) == (wanted, first)
 
