@@ -11,6 +11,8 @@ objects would take a millisecond, an operation on a column takes a microsecond o
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +42,54 @@ class _Prompt:
     "Seconds for which its turn was chosen: where it takes least."
     added: Sequence[BlockKey]
     "Keys under which it is in ``queued_prefixes``."
+
+
+class _PromptQueue:
+    """The prompts of one instance: the one being computed, and those behind it."""
+
+    def __init__(self) -> None:
+        self.first = ""
+        self.all: dict[str, _Prompt] = {}
+        self._turns: list[tuple[float, int, str]] = []
+        """Heap of (turn, arrival, request) of those that wait, and of some that have left."""
+        self._arrivals: dict[str, int] = {}
+        """By request that waits: which of its entries in the heap is current."""
+        self._next = itertools.count()
+
+    def add(self, request_id: str, prompt: _Prompt) -> None:
+        if self.all:
+            self._arrivals[request_id] = arrival = next(self._next)
+            heapq.heappush(self._turns, (prompt.turn, arrival, request_id))
+        else:
+            self.first = request_id
+        self.all[request_id] = prompt
+
+    def remove(self, request_id: str) -> _Prompt:
+        """Remove a prompt; behind the first one, ``begin_next`` follows."""
+        self._arrivals.pop(request_id, None)
+        if len(self._turns) > 2 * len(self._arrivals) + 64:
+            self._turns = [one for one in self._turns if self._is_current(one)]
+            heapq.heapify(self._turns)
+        return self.all.pop(request_id)
+
+    def begin_next(self) -> str:
+        """Make the prompt with the lowest turn the first, of several the one that came first."""
+        while not self._is_current(self._turns[0]):
+            heapq.heappop(self._turns)
+        _, _, self.first = heapq.heappop(self._turns)
+        del self._arrivals[self.first]
+        return self.first
+
+    def _is_current(self, entry: tuple[float, int, str]) -> bool:
+        return self._arrivals.get(entry[2]) == entry[1]
+
+    def check(self) -> None:
+        assert self.all.keys() == self._arrivals.keys() | ({self.first} if self.all else set())
+        entries = {
+            request_id: (turn, arrival) for turn, arrival, request_id in filter(self._is_current, self._turns)
+        }
+        assert entries == {one: (self.all[one].turn, arrival) for one, arrival in self._arrivals.items()}
+        assert len(self._turns) <= 2 * len(self._arrivals) + 64
 
 
 class _WaitingPrompts:
@@ -114,7 +164,7 @@ class LoadAccounts:
         self.newest_at = -math.inf
         "When the newest instance became ready."
         self.queued_prefixes = QueuedPrefixes()
-        self._prompts: list[dict[str, _Prompt]] = []
+        self._prompts: list[_PromptQueue] = []
         self._waiting = _WaitingPrompts()
         self._decodes: list[dict[str, int]] = []
 
@@ -140,18 +190,19 @@ class LoadAccounts:
         added = num_slots - self.num_slots
         for name, empty in zip(self._COLUMNS, self._EMPTY, strict=True):
             setattr(self, name, np.append(getattr(self, name), np.full(added, empty)))
-        self._prompts += [{} for _ in range(added)]
+        self._prompts += [_PromptQueue() for _ in range(added)]
         self._decodes += [{} for _ in range(added)]
 
     def forget(self, slot: int) -> None:
         """Reset a slot, which another instance has now."""
         for name, empty in zip(self._COLUMNS, self._EMPTY, strict=True):
             getattr(self, name)[slot] = empty
-        for place, (request_id, prompt) in enumerate(self._prompts[slot].items()):
+        prompts = self._prompts[slot]
+        for request_id, prompt in prompts.all.items():
             self.queued_prefixes.remove(slot, prompt.added)
-            if place:
+            if request_id != prompts.first:
                 self._waiting.remove(request_id)
-        self._prompts[slot] = {}
+        self._prompts[slot] = _PromptQueue()
         self._decodes[slot] = {}
 
     # --- prompts
@@ -194,41 +245,34 @@ class LoadAccounts:
     ) -> None:
         """``seconds``: for which it keeps this instance busy; ``least_s``: those where it takes least."""
         prompts = self._prompts[slot]
-        assert request_id not in prompts
-        added = self.queued_prefixes.add(slot, prompt, turn if prompts else -math.inf)
+        assert request_id not in prompts.all
+        added = self.queued_prefixes.add(slot, prompt, turn if prompts.all else -math.inf)
         one = _Prompt(seconds, num_tokens, turn, seconds if least_s is None else least_s, added)
-        if prompts:
+        if prompts.all:
             self._waiting.add(request_id, slot, one)
         else:
             self.first_ends_at[slot] = now + seconds
-        prompts[request_id] = one
+        prompts.add(request_id, one)
         self.queued_tokens[slot] += num_tokens
         self._count(slot, request_id not in self._decodes[slot])
 
     def end_prompt(self, slot: int, request_id: str, now: float) -> None:
         prompts = self._prompts[slot]
-        if request_id not in prompts:
+        if request_id not in prompts.all:
             return
-        was_first = next(iter(prompts)) == request_id
-        ended = prompts.pop(request_id)
+        ended = prompts.remove(request_id)
         self.queued_prefixes.remove(slot, ended.added)
         self.queued_tokens[slot] -= ended.num_tokens
         self.num_requests[slot] -= request_id not in self._decodes[slot]
-        if not was_first:
+        if request_id != prompts.first:
             self._waiting.remove(request_id)
-        elif prompts:
-            self._begin(slot, min(prompts, key=lambda one: prompts[one].turn), now)
+        elif prompts.all:
+            begun = prompts.begin_next()
+            self._waiting.remove(begun)
+            self.queued_prefixes.begin(slot, prompts.all[begun].added)
+            self.first_ends_at[slot] = now + prompts.all[begun].seconds
         else:
             self.first_ends_at[slot] = -math.inf
-
-    def _begin(self, slot: int, request_id: str, now: float) -> None:
-        """Begin to compute a prompt: it becomes first in the order of ``_prompts``."""
-        prompts = self._prompts[slot]
-        first = prompts.pop(request_id)
-        self._prompts[slot] = {request_id: first, **prompts}
-        self._waiting.remove(request_id)
-        self.queued_prefixes.begin(slot, first.added)
-        self.first_ends_at[slot] = now + first.seconds
 
     # --- decode
 
@@ -238,7 +282,7 @@ class LoadAccounts:
         self._decodes[slot][request_id] = num_tokens
         self.batch_size[slot] += 1
         self.context_tokens[slot] += num_tokens
-        self._count(slot, request_id not in self._prompts[slot])
+        self._count(slot, request_id not in self._prompts[slot].all)
 
     def _count(self, slot: int, is_new: bool) -> None:
         """Count a request once on an instance that both computes its prompt and decodes it."""
@@ -251,7 +295,7 @@ class LoadAccounts:
         if num_tokens is not None:
             self.batch_size[slot] -= 1
             self.context_tokens[slot] -= num_tokens
-            self.num_requests[slot] -= request_id not in self._prompts[slot]
+            self.num_requests[slot] -= request_id not in self._prompts[slot].all
 
     # --- memory
 
@@ -284,23 +328,28 @@ class LoadAccounts:
 
     def prompt(self, slot: int, request_id: str) -> tuple[float, int, float] | None:
         """Seconds, tokens and turn of a prompt that waits or is computed there; None for any other."""
-        found = self._prompts[slot].get(request_id)
+        found = self._prompts[slot].all.get(request_id)
         return None if found is None else (found.seconds, found.num_tokens, found.turn)
 
     def prompts_of(self, slot: int) -> list[str]:
-        """Requests whose prompts wait or are computed there, in order of arrival."""
-        return list(self._prompts[slot])
+        """Requests whose prompts are computed or wait there: the first, then in order of arrival."""
+        prompts = self._prompts[slot]
+        return sorted(prompts.all, key=lambda one: one != prompts.first)
 
     def decodes_of(self, slot: int) -> list[str]:
         return list(self._decodes[slot])
 
     def check(self) -> None:
         self.queued_prefixes.check()
-        prompts_of_all = [prompt for prompts in self._prompts for prompt in prompts.values()]
+        prompts_of_all = [prompt for prompts in self._prompts for prompt in prompts.all.values()]
         assert self.queued_prefixes.num_entries == sum(len(prompt.added) for prompt in prompts_of_all)
-        for slot, (prompts, decodes) in enumerate(zip(self._prompts, self._decodes, strict=True)):
+        for slot, (queue, decodes) in enumerate(zip(self._prompts, self._decodes, strict=True)):
+            queue.check()
+            prompts = queue.all
             [queue_s], _ = self.queue_s(np.array([slot]), math.inf)
-            assert math.isclose(queue_s, sum([one.seconds for one in prompts.values()][1:]), abs_tol=1e-6)
+            assert math.isclose(
+                queue_s, sum(one.seconds for key, one in prompts.items() if key != queue.first), abs_tol=1e-6
+            )
             assert (self.first_ends_at[slot] > -math.inf) == bool(prompts)
             assert self.queued_tokens[slot] == sum(one.num_tokens for one in prompts.values())
             assert self.batch_size[slot] == len(decodes)

@@ -46,6 +46,29 @@ def test_a_late_prompt_keeps_those_behind_it_waiting(loads: LoadAccounts) -> Non
     assert loads.num_requests[1] == 0
 
 
+def test_prompts_that_leave_a_long_queue_leave_nothing_behind(loads: LoadAccounts) -> None:
+    """The order is that of turns, and of arrival between equal ones, whatever has left before."""
+    loads.add_prompt(2, "first", 1.0, 1, 0.0, 10.0)
+    turns = {f"r{number}": float(number * 7919 % 50) for number in range(600)}
+    for request_id, turn in turns.items():
+        loads.add_prompt(2, request_id, 1.0, 1, turn, 10.0)
+    for request_id in list(turns)[::3]:
+        loads.end_prompt(2, request_id, 11.0)
+        loads.add_prompt(2, request_id, 1.0, 1, turns[request_id], 11.0)  # comes again, behind the others
+        turns[request_id] = turns.pop(request_id)
+    for request_id in list(turns)[::2]:
+        loads.end_prompt(2, request_id, 11.0)
+        del turns[request_id]
+        loads.check()
+    begun = []
+    loads.end_prompt(2, "first", 12.0)
+    while prompts := loads.prompts_of(2):
+        begun.append(prompts[0])
+        loads.end_prompt(2, prompts[0], 13.0)
+    assert begun == sorted(turns, key=lambda one: turns[one])
+    loads.check()
+
+
 def test_the_lowest_turn_is_next_in_any_order_of_arrival(loads: LoadAccounts) -> None:
     loads.add_prompt(2, "first", 1.0, 1, 10.0, 10.0)
     loads.add_prompt(2, "long", 20.0, 1, 90.0, 10.0)
