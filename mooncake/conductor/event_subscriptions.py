@@ -186,7 +186,7 @@ class EventReader:
             if not groups.is_plain:
                 facts += groups.facts(events)
                 continue
-            for event in events:
+            for event in itertools.chain.from_iterable(map(self._translation.parts, events)):
                 fact = self._plain_fact(event)
                 if fact.keys and not (facts and _joined(facts[-1], fact)):
                     facts.append(fact)
@@ -542,8 +542,9 @@ class EventSubscriptions:
             if instance not in self._checks:
                 self._checks[instance] = asyncio.get_running_loop().create_task(self._check(instance))
             return
+        was_followed = instance in self._followed
         self._stop(instance)
-        self._begin(instance, self._follow(instance))
+        self._begin(instance, self._follow(instance, was_followed))
 
     def unfollow(self, instance: InstanceId) -> None:
         """Follow an instance no longer, and forget it."""
@@ -584,7 +585,9 @@ class EventSubscriptions:
 
         self._tasks[instance] = asyncio.get_running_loop().create_task(run_until_error())
 
-    async def _follow(self, instance: InstanceId) -> None:
+    async def _follow(self, instance: InstanceId, was_followed: bool) -> None:
+        if was_followed:  # what its events said until now: it may not publish, or not answer, any longer
+            self._post(BlocksCleared(instance, "lost: its events are not followed"))
         answer = self._given_sources(instance) or await self._known_sources(instance)
         self.identities[instance] = answer.kv_identity
         ours = self._settings.block_tokens

@@ -83,6 +83,10 @@ class KeyTranslation(Protocol):
     block_tokens: int
     "Tokens of a block that a key names; 0 where events name our blocks themselves."
 
+    def parts(self, event: BlockStored | BlockRemoved) -> Sequence[BlockStored | BlockRemoved]:
+        """The event, divided where its blocks are of several scopes."""
+        ...
+
     def stored(self, event: BlockStored) -> Blocks: ...
 
     def removed(self, event: BlockRemoved) -> Blocks: ...
@@ -104,6 +108,9 @@ class OwnKeys:
     ``kv/`` and the digest of the ``KvIdentity`` that they belong to."""
 
     block_tokens = 0
+
+    def parts(self, event: BlockStored | BlockRemoved) -> Sequence[BlockStored | BlockRemoved]:
+        return [event]
 
     def stored(self, event: BlockStored) -> Blocks:
         if event.object_key is not None:
@@ -144,6 +151,9 @@ class EngineKeys:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._blocks: dict[ForeignHash, _TranslatedBlock] = {}
+
+    def parts(self, event: BlockStored | BlockRemoved) -> Sequence[BlockStored | BlockRemoved]:
+        return [event]
 
     def stored(self, event: BlockStored) -> Blocks:
         keys: list[BlockKey] = []
@@ -239,6 +249,18 @@ class SequenceKeys:
         self._names = KeyTable(np.uint64)
         self._held = KeyTable(np.uint64)
         self._scopes = _NumberedScopes()
+
+    def parts(self, event: BlockStored | BlockRemoved) -> Sequence[BlockStored | BlockRemoved]:
+        # A tier names blocks of any prompts together when it copies or evicts them.
+        has_tokens = isinstance(event, BlockStored) and event.token_ids
+        if has_tokens or event.seq_hashes or len(event.block_hashes) < 2 or len(self._scopes) < 2:
+            return [event]
+        held = self._held.find(key_column(map(_word, event.block_hashes)))
+        numbers = (held.values >> np.uint64(_TIER_BITS)).tolist()
+        by_scope: dict[int, list[ForeignHash]] = {}
+        for word, number in zip(held.keys.tolist(), numbers, strict=True):
+            by_scope.setdefault(number, []).append(word)
+        return [msgspec.structs.replace(event, block_hashes=words) for words in by_scope.values()]
 
     def stored(self, event: BlockStored) -> Blocks:
         scope = self._scope_of(event)

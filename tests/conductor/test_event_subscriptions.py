@@ -795,8 +795,10 @@ async def test_where_an_engine_publishes_can_be_set() -> None:
         await until(lambda: has(service, engine, 2))
 
 
-async def test_a_failed_request_does_not_cost_the_blocks_of_an_engine() -> None:
-    """It can't replay them. Other publishers than before are followed from their beginning."""
+@pytest.mark.parametrize("change", [{"topic": "another"}, {"enable_kv_cache_events": False}])
+async def test_a_failed_request_does_not_cost_the_blocks_of_an_engine(change: dict[str, Any]) -> None:
+    """It can't replay them. Other publishers than before are followed from their beginning, and blocks of an
+    engine that has none any longer are unknown."""
     engine = Engine(can_replay=False)
     await engine.start()
     async with service_of(engine) as service:
@@ -812,7 +814,7 @@ async def test_a_failed_request_does_not_cost_the_blocks_of_an_engine() -> None:
         await until(lambda: engine.num_asked == 2)
         await engine.store(1)
         await until(lambda: has(service, engine, 4))
-        engine.config["topic"] = "another"
+        engine.config |= change
         service.post(Failed(engine.address, "its stream ended"))
         await until(lambda: has(service, engine, 0))
 

@@ -8,6 +8,7 @@ import struct
 import pytest
 import xxhash
 
+from mooncake.conductor.event_subscriptions import EventReader
 from mooncake.conductor.key_translation import (
     EngineKeys,
     KeyScope,
@@ -18,7 +19,8 @@ from mooncake.conductor.key_translation import (
     sequence_hashes,
     tier_of,
 )
-from mooncake.kv_events import BlockRemoved, BlockStored
+from mooncake.conductor.messages import BlocksRemoved, BlocksStored
+from mooncake.kv_events import BlockRemoved, BlockStored, EventBatch, KvEvent, encode_batch
 from mooncake.prefix import block_hashes, root_hash, short_key
 from mooncake.types import Tier
 
@@ -179,6 +181,25 @@ def test_copies_on_another_tier_are_known_by_their_hashes(keys: EngineKeys | Seq
     assert keys.stored(stored([2], 1, 4)) == second, "its parent is still there"
     assert keys.removed(BlockRemoved([1], "CPU")) == first
     assert keys.stored(stored([3], 1, 4))[1] == []
+
+
+def test_an_event_may_name_blocks_of_several_scopes() -> None:
+    """A tier evicts blocks of any prompts together."""
+    reader = EventReader("w", SequenceKeys(SCOPE, 5))
+    salts = ["a", "b", "a"]
+    events: list[KvEvent] = [stored([n], None, 4 * n, extra_keys=[[salt]]) for n, salt in enumerate(salts)]
+    copied = BlockStored([*range(4)], None, [], 4, "CPU")
+    facts = reader.read(0, encode_batch(EventBatch(1.0, events)))
+    together: list[KvEvent] = [copied, BlockRemoved([*range(4)], "CPU"), BlockRemoved([*range(4)], "GPU")]
+    facts += reader.read(1, encode_batch(EventBatch(2.0, together)))
+    assert len(reader._translation._scopes) == 0  # type: ignore[attr-defined]
+    held: dict[tuple[str, Tier], set[int]] = {}
+    for fact in facts:
+        if isinstance(fact, BlocksStored):
+            held.setdefault((fact.scope, fact.tier), set()).update(fact.keys)
+        elif isinstance(fact, BlocksRemoved):
+            held[fact.scope, fact.tier] -= {*fact.keys}
+    assert len(held) == 4 and not any(held.values())
 
 
 def test_scopes_are_known_as_long_as_they_have_blocks() -> None:
