@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from mooncake.errors import Refusal
 from mooncake.store import messages as m
-from mooncake.store.master.catalog import Catalog
+from mooncake.store.master.catalog import DISK_FAILING_S, Catalog
 from mooncake.store.master.catalog_events import DRAINED, MOVED
 from mooncake.store.master.effects import Received
 from mooncake.store.master.objects import Extent, StoredObject, scoped, split_scoped
@@ -115,6 +115,8 @@ class DrainJob(ReplicationJob):
         self.waiting: deque[tuple[StoredObject, Segment]] = deque()
         self.failures: dict[int, int] = {}
         """Number of failed moves of each object, by id."""
+        self.failing: dict[Segment, float] = {}
+        """Until when other disks are preferred to one to which a move failed, maybe because of its source."""
         self.num_resting = 0
         """Ranges that are allocated, and hold nothing that could be moved."""
         self.to_survey: list[tuple[Segment, list[int]]] = []
@@ -283,6 +285,8 @@ class Jobs:
             if stored.is_readable:
                 job.failures[stored.object_id] = job.failures.get(stored.object_id, 0) + 1
                 job.reason = f"{_name_of(stored)}: {refusal}"
+                if target.tier is Tier.SSD:
+                    job.failing[target] = now + DISK_FAILING_S
         else:
             job.num_failed += 1
             job.reason = str(refusal)
@@ -442,7 +446,7 @@ class Jobs:
                 continue
             if not segment.allocator.has_hole(stored.size_bytes):
                 continue
-            is_well = segment.disk_failing_until <= now
+            is_well = max(segment.disk_failing_until, job.failing.get(segment, 0.0)) <= now
             weight = segment.allocator.free_bytes - segment.num_tasks
             merit = is_well, is_same_tier, segment.host not in hosts, weight
             if found is None or merit > found[0]:

@@ -247,7 +247,7 @@ class Tasks:
         if done.refusal.code == "no_space":
             task.extent.held_until = 0.0  # the attempt is over, so nothing will be written there later
             self._catalog.set_disk_full(segment, done.refusal.reason, now)
-        elif segment.tier is Tier.SSD and done.refusal.code not in NOT_OF_TARGET:
+        elif _is_of_disk(task, done.refusal):
             segment.disk_failing_until = now + DISK_FAILING_S
         self._failed(task, done.refusal, now)
 
@@ -578,6 +578,13 @@ def entry_of(stored: StoredObject, offset: int) -> m.SegmentEntry:
         stored.parent,
         stored.policy.is_durable,
     )
+
+
+def _is_of_disk(task: PlannedCopy, refusal: Refusal) -> bool:
+    """Whether a copy failed because the disk of its target did not take it. For a copy from another disk,
+    such as one that is drained because it fails, that is not known."""
+    is_from_memory = task.source is not None and task.source.segment.tier is not Tier.SSD
+    return task.target.tier is Tier.SSD and is_from_memory and refusal.code not in NOT_OF_TARGET
 
 
 def _checksum_bytes(change: m.SegmentEntry | int) -> int:

@@ -322,6 +322,22 @@ def test_a_drain_goes_to_disks_that_do_not_fail(nodes: Nodes) -> None:
     assert where(nodes, "k") == ["c/ssd"] and drained(nodes, job)[0] == "done"
 
 
+def test_a_disk_that_can_not_be_read_does_not_count_against_the_targets_of_its_drain(nodes: Nodes) -> None:
+    """Nothing would be evicted on them meanwhile, so their own nodes could copy nothing to them."""
+    a = Place(nodes, "a/ssd", 65536, tier=Tier.SSD, content_id=7)
+    b = Place(nodes, "b/ssd", 65536, tier=Tier.SSD, content_id=8)
+    Place(nodes, "m")
+    nodes.put("k", host="m")
+    ask(nodes, m.CopyObject("k", ["a/ssd"], source="m"))
+    a.work()
+    ask(nodes, m.DrainSegments(["a/ssd"], []))
+    todo = b.poll()
+    assert todo
+    while todo:
+        todo = b.fail(todo[0], "io_error")
+    assert nodes.master.segments.mounted["b/ssd"].disk_failing_until == 0.0
+
+
 def test_a_target_that_goes_away_is_replaced_by_another(nodes: Nodes) -> None:
     a, b, c = Place(nodes, "a"), Place(nodes, "b"), Place(nodes, "c", 4096)
     nodes.put("k", host="a")
