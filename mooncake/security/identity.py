@@ -251,9 +251,9 @@ def install_identity(identity: Identity | None) -> None:
 def _show_remaining(identity: Identity | None) -> None:
     _certificate_remaining.clear()
     if identity is not None and identity.has_tls:
-        show_remaining(identity.settings.tls_cert)
         # While authorities change there are two: the last to end is the one that goes on.
         _show_end(identity.settings.tls_ca, max(certificate_ends(identity.settings.tls_ca)))
+        show_remaining(identity.settings.tls_cert)  # last, as both may be one file
 
 
 def show_remaining(file: str) -> None:

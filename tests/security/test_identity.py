@@ -168,6 +168,12 @@ def test_the_end_of_an_authority_is_a_metric_and_so_is_that_of_another_certifica
     monkeypatch.setattr(clock, "wall", lambda: max(ends) - 5.0)
     install_identity(Identity(SecuritySettings(file, key, str(both))))
     assert registry.get_sample_value(name, {"file": str(both)}) == 5.0
+    both.write_bytes((tmp_path / "new" / "node.pem").read_bytes() + b"".join(parts))
+    last = max(certificate_ends(str(both)))
+    monkeypatch.setattr(module, "certificate_ends", lambda file: [last - 7.0, last])
+    install_identity(Identity(SecuritySettings(str(both), key, str(both))))
+    assert registry.get_sample_value(name, {"file": str(both)}) == last - 7.0 - clock.wall()
+    monkeypatch.setattr(module, "certificate_ends", certificate_ends)
     public = str(tmp_path / "old" / "node.pem")
     show_remaining(public)
     show_remaining(key)  # without a certificate
