@@ -485,7 +485,7 @@ class Operations:
                     list(keys[part]),
                     list(sizes[part]),
                     list(chunk_bytes[part]),
-                    list(avoid),
+                    list(avoid[-m.MAX_AVOIDED :]),
                     policy,
                     list(groups[part]),
                     list(parents[part]),

@@ -489,6 +489,14 @@ def test_a_key_that_exists_is_neither_granted_nor_refused() -> None:
     assert world.get("k0") == [b"value"]
 
 
+def test_a_put_avoids_as_many_unreachable_segments_as_a_master_accepts() -> None:
+    world = World()
+    avoid = [f"n{number}" for number in range(m.MAX_AVOIDED + 1)]
+    world.run(world.operations.start_puts(["k0"], [1], [1], world.deadline, avoid))
+    (start,) = [message for message in world.sent if isinstance(message, m.PutStart)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=m.PutStart).avoid == avoid[1:]
+
+
 def test_an_incomplete_put_is_given_up() -> None:
     world = World()
     grant = world.start_put("k", 250, 100)
