@@ -101,7 +101,9 @@ class EngramStore:
         pointers, sizes = [[table.ctypes.data] for table in tables], [[table.nbytes] for table in tables]
         self._store.batch_put_from_multi_buffer_ranges(self._keys, pointers, sizes, [[0]] * len(self._keys))
         ended = self._store.batch_put_session_end(self._keys)
-        if any(ended):
+        if any(ended):  # those that were stored would be refused when this is tried again
+            stored = [key for key, code in zip(self._keys, ended, strict=True) if code == 0]
+            self._store.batch_remove(stored, True)
             raise RuntimeError(f"the tables {self._keys} were not stored: {ended}")
 
     def lookup(self, row_ids: Any) -> Rows:

@@ -60,6 +60,25 @@ def test_tables_that_exist_are_refused_and_stay(store: MooncakeDistributedStore)
     engram.populate(tables())
 
 
+def test_tables_of_which_one_could_not_be_stored_can_be_stored_again(
+    store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engram = EngramStore(next(_layers), a_config(), store)
+    end = store.batch_put_session_end
+
+    def end_first_only(keys: list[str]) -> list[int]:
+        assert store.batch_put_session_revoke(keys[1:]) == [0]
+        return [*end(keys[:1]), -1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "batch_put_session_end", end_first_only)
+        with pytest.raises(RuntimeError, match="not stored"):
+            engram.populate(tables())
+    assert [store.is_exist(key) for key in engram.get_store_keys()] == [0, 0]
+    engram.populate(tables())
+    assert engram.lookup([[1, 1]]).shape == (1, 2, DIM)
+
+
 def test_tables_under_a_lease_are_not_removed(store: MooncakeDistributedStore) -> None:
     engram = EngramStore(next(_layers), a_config(), store)
     engram.populate(tables())
