@@ -100,7 +100,7 @@ class TcpTransport:
         pairs = [(ours[i % len(ours)], theirs[i % len(theirs)]) for i in range(num_rails)]
         # From a loopback address no other host can be reached: the kernel chooses the source there.
         return [
-            f"{'*' if is_loopback(source) and not is_loopback(target) else source}>{target}"
+            f"{'*' if _is_loopback_number(source) and not _is_loopback_number(target) else source}>{target}"
             for source, target in pairs
         ]
 
@@ -137,6 +137,14 @@ class TcpTransport:
         self._server.close()
 
 
+def _is_loopback_number(host: str) -> bool:
+    """Whether it is a numeric loopback address. Names are not looked up, which may take seconds."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def published_host(host: str) -> str:
     """The address that peers are to connect to: numeric, except for a name that only here leads to loopback.
 
@@ -146,7 +154,9 @@ def published_host(host: str) -> str:
     try:
         ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
-        return host if host != "localhost" and is_loopback(address) else address
+        name = host.lower().rstrip(".")
+        is_of_any_host = name.startswith(("localhost.", "ip6-")) or name.endswith("localhost")
+        return host if not is_of_any_host and is_loopback(address) else address
     return address
 
 

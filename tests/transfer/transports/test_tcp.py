@@ -434,12 +434,17 @@ def test_several_addresses_are_several_rails() -> None:
         assert far.open(near.describe()).paths == ("tcp@127.0.0.1>127.0.0.1", "tcp@127.0.0.2>127.0.0.1")
 
 
-def test_a_rail_to_another_host_does_not_begin_at_a_loopback_address() -> None:
-    """The kernel refuses that; so it chooses the source, as it does for a peer with a single address."""
+def test_a_rail_to_another_host_does_not_begin_at_a_loopback_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel refuses that; so it chooses the source, as it does for a peer with a single address. Names
+    of peers are not looked up for that, because other threads wait until the segment is opened."""
     with TransferEngine(TransferSettings(transports=("tcp",))) as near:
         transport = near._transports["tcp"]
         assert isinstance(transport, TcpTransport)
         assert transport.rails("10.0.0.1:7,10.0.1.1:7") == ["*>10.0.0.1", "*>10.0.1.1"]
+        monkeypatch.setattr(socket, "getaddrinfo", None)
+        assert transport.rails("node-7:7,127.0.0.3:7") == ["*>node-7", "127.0.0.1>127.0.0.3"]
 
 
 @pytest.mark.parametrize("rail", [0, 1])
@@ -460,14 +465,14 @@ def test_a_name_that_only_here_leads_to_loopback_is_published_as_it_is(
 ) -> None:
     """As the own name of a host in Debian's table of hosts; other hosts would connect to themselves."""
     resolve = socket.getaddrinfo
-    addresses = {"node-1": "127.0.1.1", "node-2": "192.0.2.1"}
+    addresses = {"node-1": "127.0.1.1", "node-2": "192.0.2.1", "localhost.localdomain": "127.0.0.1"}
 
     def lookup(host: str, *arguments: Any, **options: Any) -> Any:
         return resolve(addresses.get(host, host), *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     published = {}
-    for name in ("node-1", "node-2", "localhost", "127.0.0.1", "[::1]"):
+    for name in ("node-1", "node-2", "localhost", "localhost.localdomain", "127.0.0.1", "[::1]"):
         settings = TransferSettings(transports=("tcp",), listen_host="0.0.0.0", advertise_host=name)
         with TransferEngine(settings) as far, TransferEngine(TransferSettings(transports=("tcp",))) as near:
             published[name] = far.describe().endpoints["tcp"].rpartition(":")[0]
@@ -479,6 +484,7 @@ def test_a_name_that_only_here_leads_to_loopback_is_published_as_it_is(
         "node-1": "node-1",
         "node-2": "192.0.2.1",
         "localhost": published["localhost"],
+        "localhost.localdomain": "127.0.0.1",
         "127.0.0.1": "127.0.0.1",
         "[::1]": "[::1]",
     }
