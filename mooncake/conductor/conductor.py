@@ -745,7 +745,8 @@ class Conductor:
         if instance is not None and self._pool_slot >= 0:
             size_bytes = event.num_tokens * self.predict.costs.kv_bytes_per_token
             # Not general: it may come from an SSD, and one slow loader would slow all that is pushed.
-            self.predict.links.add(self._pool_slot, instance.slot, size_bytes, event.seconds, False)
+            links = self.predict.links
+            links.add(self._pool_slot, instance.slot, size_bytes, event.seconds, is_general=False)
         return []
 
     def _finished(self, event: Finished, now: float) -> list[Effect]:

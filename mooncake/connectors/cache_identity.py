@@ -326,10 +326,15 @@ def model_weights(config: Any, extra: Mapping[str, Any], engine_id: str = "") ->
 
     ``engine_id``: owner of weights that can't be read, by default that of the KV connector's configuration.
     """
-    model, load = config.model_config, config.load_config
+    owner = engine_id or config.kv_transfer_config.engine_id
+    return _vllm_weights(config.model_config, config.load_config, extra, owner)
+
+
+def _vllm_weights(model: Any, load: Any, extra: Mapping[str, Any], engine_id: str) -> str:
+    """The same of any model of an engine; ``model``, ``load``: its ModelConfig and LoadConfig."""
     return extra.get("weights_digest") or weights_of(
         model.model,
-        f"engine {engine_id or config.kv_transfer_config.engine_id}",
+        f"engine {engine_id}",
         revision=model.revision,
         cache_dir=load.download_dir,
         unknown=vllm_weights_unknown(load),
@@ -348,16 +353,8 @@ def vllm_draft_facts(config: Any, extra: Mapping[str, Any]) -> dict[str, object]
     if draft is None or draft is config.model_config:  # nothing drafts, or what needs no model (ngram)
         return {}
     load = getattr(speculative, "draft_load_config", None) or config.load_config
-    weights = extra.get("weights_digest") or weights_of(
-        draft.model,
-        f"engine {config.kv_transfer_config.engine_id}",
-        revision=draft.revision,
-        cache_dir=load.download_dir,
-        unknown=vllm_weights_unknown(load),
-        is_sampled=is_sampled(extra),
-    )
     facts = {
-        "weights": weights,
+        "weights": _vllm_weights(draft, load, extra, config.kv_transfer_config.engine_id),
         "config": _config_digest(draft),
         **_options(speculative, DRAFT_OPTIONS),
         **_options(draft, MODEL_OPTIONS),

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-import itertools
 from collections.abc import Generator, Iterable
 from typing import Literal, TypeAlias
 
@@ -254,18 +253,18 @@ class Eviction:
         Children that don't are moved behind the others: each time one of thousands that have left memory is
         passed over, all would be until the next one leaves.
         """
-        children, stays_readable, passed = self._children.get(stored.key, {}), stored.has_slower(extent), 0
-        is_blocked = False
-        for child in children.values():
+        children, stays_readable = self._children.get(stored.key, {}), stored.has_slower(extent)
+        passed: list[int] = []
+        for number, child in children.items():
             is_joint = child is stored or (child.joint is not None and child.joint is stored.joint)
             if not is_joint and (not stays_readable or child.complete(extent.segment.tier)):
-                is_blocked = True
                 break
-            passed += 1
-        if is_blocked:
-            for number in list(itertools.islice(children, passed)):
-                children[number] = children.pop(number)
-        return is_blocked
+            passed.append(number)
+        else:
+            return False
+        for number in passed:
+            children[number] = children.pop(number)
+        return True
 
     def _end_pins(self, queue: EvictionQueue, now: float) -> None:
         while queue.entries:
